@@ -1,0 +1,615 @@
+"""Configuration: frozen, validated dataclasses that everything below the command line reads.
+
+A run is described by an ``ml_collections.ConfigDict`` at the edge (``configs/*.py`` and ``--config.field=value``);
+``from_config_dict`` turns it into the dataclasses below. Nothing below that line sees a ``ConfigDict``. ``None`` always
+means "derive it" or "none": the text of the field says which, and ``resolve`` fills in what derives from other fields.
+
+A group checks its fields when it is made, a ``Config`` their combinations: a ``Config`` that exists is a valid one, also
+after ``dataclasses.replace``. Every complaint is a ``UserError`` of one line: field, what was given, what is allowed.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import functools
+import json
+import math
+import types
+import typing
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, ClassVar, NoReturn
+
+from mhc.errors import UserError, did_you_mean
+
+KINDS = ("plain", "hc", "mhc")  # residual topologies; the registry of mhc.residual has the same ones
+INITS = {"plain": (), "hc": ("hc",), "mhc": ("home", "equivalent", "fanin", "v4")}  # presets by kind, default first
+COLLAPSES = {"plain": ("mean", "sum"), "hc": ("sum", "mean", "head"), "mhc": ("mean", "sum", "head")}  # default first
+SOURCES = ("stdlib", "tfds:<name>", "text:<glob>", "tokens:<glob>")
+
+
+@dataclasses.dataclass(frozen=True)
+class _Rule:
+    """What a field means and may hold, beyond its type; bounds are inclusive but for `above` and `below`."""
+
+    doc: str
+    choices: tuple[str, ...] = ()
+    low: float | None = None
+    high: float | None = None
+    above: float | None = None
+    below: float | None = None
+    source: bool = False
+
+    def bounds(self) -> str:
+        """The bounds in words, or ``""``."""
+        if self.low is not None and self.high is not None:
+            return f"from {self.low} to {self.high}"
+        parts = ((">=", self.low), (">", self.above), ("<=", self.high), ("<", self.below))
+        return " and ".join(f"{sign} {bound}" for sign, bound in parts if bound is not None)
+
+    def holds(self, value: float) -> bool:
+        """Whether a number lies within the bounds; infinities and NaN never do."""
+        return (
+            math.isfinite(value)
+            and (self.low is None or value >= self.low)
+            and (self.high is None or value <= self.high)
+            and (self.above is None or value > self.above)
+            and (self.below is None or value < self.below)
+        )
+
+
+def _field(default: Any, doc: str, **rule: Any) -> Any:
+    return dataclasses.field(default=default, metadata={"rule": _Rule(doc, **rule)})
+
+
+@functools.cache
+def _hints(group: type) -> dict[str, Any]:
+    return typing.get_type_hints(group)
+
+
+# Checks of one field ------------------------------------------------------------------------------------------------
+
+
+def _refuse(name: str, given: object, allowed: str, nearest: str = "") -> NoReturn:
+    raise UserError(f"{name}: given {given!r}, allowed: {allowed}{nearest}")
+
+
+def _type_words(hint: Any, rule: _Rule) -> str:
+    """What a field may hold, in words: for messages."""
+    options = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    base = next(option for option in options if option is not type(None))
+    if rule.source:
+        words = f"one of {', '.join(SOURCES)}"
+    elif rule.choices:
+        words = f"one of {', '.join(rule.choices)}"
+    else:
+        article = {int: "an int", float: "a float", bool: "True or False", str: "a string"}
+        words = f"{article.get(base, 'a tuple of floats')} {rule.bounds()}".rstrip()
+    return words + (" or None" if type(None) in options else "")
+
+
+def _check(group: type[_Group], field: dataclasses.Field[Any], value: Any) -> Any:
+    """The value of one field, an int turned into a float and a list into a tuple where the type asks for it.
+
+    Raises: UserError where the value is of another type, out of range or not among the choices.
+    """
+    rule: _Rule = field.metadata["rule"]
+    hint = _hints(group)[field.name]
+    name = f"{group.group}.{field.name}"
+    allowed = _type_words(hint, rule)
+    options = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    if value is None:
+        return value if type(None) in options else _refuse(name, value, allowed)
+    base = next(option for option in options if option is not type(None))
+    if base in (int, float):
+        return _number(base, rule, value, name, allowed)
+    if typing.get_origin(base) is tuple:
+        if not isinstance(value, (tuple, list)):
+            _refuse(name, value, allowed)
+        return tuple(_number(float, rule, item, name, allowed) for item in value)
+    if not isinstance(value, base):
+        _refuse(name, value, allowed)
+    if rule.choices and value not in rule.choices:
+        _refuse(name, value, allowed, did_you_mean(value, rule.choices))
+    if rule.source:
+        prefix, colon, rest = value.partition(":")
+        if value != "stdlib" and not (prefix in ("tfds", "text", "tokens") and rest):
+            nearest = did_you_mean(prefix, ("stdlib", "tfds", "text", "tokens")) if not colon or rest else ""
+            _refuse(name, value, allowed, nearest)
+    return value
+
+
+def _number(base: type, rule: _Rule, value: Any, name: str, allowed: str) -> int | float:
+    # A bool is an int to Python, and `steps=True` is never meant.
+    if isinstance(value, bool) or not isinstance(value, int if base is int else (int, float)):
+        _refuse(name, value, allowed)
+    if not rule.holds(value):
+        _refuse(name, value, allowed)
+    return int(value) if base is int else float(value)
+
+
+# Groups ---------------------------------------------------------------------------------------------------------------
+
+
+class _Group:
+    """A group of fields: checks each one's type and range when it is made, under the name ``<group>.<field>``."""
+
+    group: ClassVar[str]
+
+    def __init_subclass__(cls, *, group: str) -> None:
+        cls.group = group
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):  # type: ignore[arg-type]  # every subclass is a dataclass
+            checked = _check(type(self), field, getattr(self, field.name))
+            object.__setattr__(self, field.name, checked)
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelConfig(_Group, group="model"):
+    """The decoder's size and how it is computed."""
+
+    layers: int = _field(12, "blocks L; each has two sublayers, so S = 2L", low=1)
+    width: int = _field(256, "model width D", low=1)
+    vocab_size: int | None = _field(None, "vocabulary V, at least the tokeniser's; None: the tokeniser's size", low=2)
+    dtype: str = _field("float32", "compute dtype (parameters and maps stay float32)", choices=("float32", "bfloat16"))
+    remat: str = _field("none", "what the backward pass computes again", choices=("none", "full", "dots"))
+    scan: bool = _field(True, "scan over blocks; False unrolls them: same numbers, longer compile")
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionConfig(_Group, group="attention"):
+    """Causal self-attention."""
+
+    heads: int = _field(4, "query heads H", low=1)
+    kv_heads: int | None = _field(None, "key and value heads G, a divisor of heads; None: heads", low=1)
+    head_dim: int | None = _field(None, "width K of a head; None: width / heads", low=1)
+    impl: str = _field("auto", "sdpa is jax.nn.dot_product_attention", choices=("auto", "xla", "sdpa"))
+
+
+@dataclasses.dataclass(frozen=True)
+class PositionsConfig(_Group, group="positions"):
+    """How attention knows positions."""
+
+    kind: str = _field("rope", "rotary embedding of queries and keys, or nothing", choices=("rope", "none"))
+    theta: float = _field(10_000.0, "base of the rotary frequencies", above=0)
+
+
+@dataclasses.dataclass(frozen=True)
+class MlpConfig(_Group, group="mlp"):
+    """The feed-forward sublayer."""
+
+    kind: str = _field("swiglu", "gated SiLU (three matrices) or GELU (two)", choices=("swiglu", "gelu"))
+    width: int | None = _field(None, "F; None: 4 D (gelu), 8/3 D rounded up to a multiple of 8 (swiglu)", low=1)
+
+
+@dataclasses.dataclass(frozen=True)
+class NormConfig(_Group, group="norm"):
+    """RMSNorm before each sublayer and before the head."""
+
+    eps: float = _field(1e-6, "added to the mean square inside the root", low=0)
+
+
+@dataclasses.dataclass(frozen=True)
+class HeadConfig(_Group, group="head"):
+    """The projection to the vocabulary."""
+
+    tied: bool = _field(False, "use the embedding as the head's weight")
+
+
+@dataclasses.dataclass(frozen=True)
+class InitConfig(_Group, group="init"):
+    """Initial weights of everything but the residual maps (those: residual.init)."""
+
+    kind: str = _field("normal", "standard deviation `std`, or 1/sqrt(fan-in)", choices=("normal", "fan_in"))
+    std: float = _field(0.02, "standard deviation of `normal`", above=0)
+    scale_residual: bool = _field(True, "divide the sublayers' output projections by sqrt(2L)")
+
+
+@dataclasses.dataclass(frozen=True)
+class ResidualConfig(_Group, group="residual"):
+    """The residual topology: what this project compares."""
+
+    kind: str = _field("mhc", "topology", choices=KINDS)
+    n: int | None = _field(None, "streams N; None: 1 for plain, 4 otherwise", low=1, high=8)
+    scale: float = _field(1.0, "plain only: x' = scale x + F(x); 0 is the no-residual control")
+    init: str | None = _field(
+        None, "initial maps; None: hc for hc, home for mhc", choices=("hc", "home", "equivalent", "fanin", "v4")
+    )
+    alpha: float | None = _field(None, "gate of the input-dependent part of the maps at init; None: the preset's")
+    res_gap: float = _field(4.0, "init equivalent: how far logits off the diagonal lie below it", low=0)
+    sinkhorn: str = _field("paper", "mhc: order of the normalisations", choices=("paper", "deepseek"))
+    iters: int = _field(20, "mhc: Sinkhorn iterations", low=1)
+    collapse: str | None = _field(
+        None, "streams to one; None: sum for hc, mean for the others", choices=("sum", "mean", "head")
+    )
+    dynamic: bool = _field(True, "hc: maps depend on the input; False leaves the biases alone")
+    tanh: bool = _field(True, "hc: tanh around the input-dependent part")
+    rms_eps: float = _field(1e-6, "inside the root of the maps' norm", low=0)
+    map_eps: float = _field(1e-6, "mhc with sinkhorn=deepseek, and collapse=head: added to the read weights", low=0)
+    sinkhorn_eps: float = _field(1e-6, "mhc with sinkhorn=deepseek: added to the sums that are divided by", low=0)
+    decay_dynamic: bool = _field(False, "hc: weight decay also on the input-dependent part's weights")
+
+
+@dataclasses.dataclass(frozen=True)
+class DataConfig(_Group, group="data"):
+    """Where text comes from and how it becomes batches."""
+
+    source: str = _field("stdlib", "training set", source=True)
+    validation: str | None = _field(None, "validation set, a source; None: the held-out split of `source`", source=True)
+    field: str = _field("text", "field of a jsonl line or TFDS example that holds the text")
+    tokenizer: str = _field("bytes", "`bytes`, or the path of a tokenizer.json")
+    sequence_length: int = _field(256, "tokens T of a sequence", low=1)
+    cache_dir: str | None = _field(None, "where prepared datasets live; None: $MHC_CACHE or ~/.cache/mhc")
+    holdout: float = _field(
+        0.05, "share of files (one file: of its documents) held out by hash where no split exists", low=0, below=1
+    )
+    token_dtype: str = _field("uint16", "tokens: dtype of .bin files", choices=("uint8", "uint16", "uint32", "int32"))
+    end_token: int | None = _field(None, "tokens: id that ends a document; None: a file is one document", low=0)
+    prefetch: int = _field(2, "batches that a thread prepares ahead; 0: none", low=0)
+
+
+@dataclasses.dataclass(frozen=True)
+class OptimizerConfig(_Group, group="optimizer"):
+    """The update rule."""
+
+    name: str = _field("adamw", "muon takes matrices, AdamW the rest", choices=("adamw", "sgd", "muon"))
+    lr: float = _field(1e-3, "peak learning rate", low=0)
+    b1: float = _field(0.9, "decay of AdamW's first moment", low=0, below=1)
+    b2: float = _field(0.95, "decay of AdamW's second moment", low=0, below=1)
+    eps: float = _field(1e-8, "AdamW: added to the root of the second moment", above=0)
+    weight_decay: float = _field(0.1, "decoupled; on matrices, never on norms, biases and maps", low=0)
+    momentum: float = _field(0.9, "sgd and muon", low=0, below=1)
+    clip_norm: float | None = _field(1.0, "largest global gradient norm; None: no clipping", above=0)
+
+
+@dataclasses.dataclass(frozen=True)
+class ScheduleConfig(_Group, group="schedule"):
+    """Learning rate over steps: a linear warm-up, then one of the kinds."""
+
+    kind: str = _field("cosine", "what follows the warm-up", choices=("constant", "cosine", "linear", "step", "wsd"))
+    warmup_steps: int = _field(0, "steps until the peak rate", low=0)
+    decay_steps: int | None = _field(None, "step at which the decay has ended; None: train.steps", low=1)
+    final_ratio: float = _field(0.1, "cosine, linear, wsd: last rate over peak rate", low=0, high=1)
+    step_fractions: tuple[float, ...] = _field(
+        (0.8, 0.9), "step: where the rate falls, as shares of decay_steps", low=0, high=1
+    )
+    step_ratios: tuple[float, ...] = _field((0.316, 0.1), "step: rate over peak rate from there on", low=0)
+    wsd_fraction: float = _field(0.2, "wsd: share of decay_steps spent decaying", above=0, high=1)
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainConfig(_Group, group="train"):
+    """How long and on how much."""
+
+    steps: int = _field(1000, "optimiser steps", low=1)
+    batch_size: int = _field(32, "sequences per optimiser step, over all devices", low=1)
+    accumulation: int = _field(1, "micro-batches per optimiser step, a divisor of batch_size", low=1)
+
+
+@dataclasses.dataclass(frozen=True)
+class ValidationConfig(_Group, group="validation"):
+    """When and on how much the validation loss is taken."""
+
+    every: int = _field(100, "steps between validations; 0: only at the end", low=0)
+    batches: int = _field(16, "batches of the fixed validation set; 0: the whole set", low=0)
+
+
+@dataclasses.dataclass(frozen=True)
+class CheckpointConfig(_Group, group="checkpoint"):
+    """When checkpoints are written and which are kept."""
+
+    every: int = _field(200, "steps between checkpoints; 0: only at the end", low=0)
+    keep: int = _field(2, "latest checkpoints kept", low=1)
+    keep_every: int = _field(0, "also keep each checkpoint whose step is a multiple; 0: none", low=0)
+
+
+@dataclasses.dataclass(frozen=True)
+class MonitorConfig(_Group, group="monitor"):
+    """What is measured and shown while training."""
+
+    probe_every: int = _field(50, "steps between probes of the maps' gains; 0: no probe", low=0)
+    probe_sequences: int = _field(4, "sequences of the fixed probe batch", low=1)
+    zscore_window: int = _field(128, "steps of history behind the rolling z-score", low=2)
+    zscore_min_history: int = _field(64, "steps of history before the first z-score", low=2)
+    zscore_threshold: float = _field(6.0, "z-score above which a step is called a spike", above=0)
+    tensorboard: bool = _field(True, "write TensorBoard event files beside metrics.jsonl")
+    progress_every: int = _field(10, "steps between progress lines; 0: none", low=0)
+
+
+@dataclasses.dataclass(frozen=True)
+class MeshConfig(_Group, group="mesh"):
+    """Devices along each axis; the batch is split over data, fsdp and expert."""
+
+    data: int = _field(-1, "-1: the devices that the other axes leave", low=-1)
+    fsdp: int = _field(1, "parameters split", low=1)
+    tensor: int = _field(1, "heads and feed-forward width split", low=1)
+    expert: int = _field(1, "experts split", low=1)
+
+
+@dataclasses.dataclass(frozen=True)
+class SeedConfig(_Group, group="seed"):
+    """Seeds, one a purpose: arms of a comparison share them."""
+
+    init: int = _field(0, "initial weights (each parameter's key is folded in from its path)", low=0, below=2**32)
+    data: int = _field(0, "order of documents", low=0, below=2**32)
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """A whole run. Raises UserError where fields do not go together."""
+
+    model: ModelConfig = ModelConfig()
+    attention: AttentionConfig = AttentionConfig()
+    positions: PositionsConfig = PositionsConfig()
+    mlp: MlpConfig = MlpConfig()
+    norm: NormConfig = NormConfig()
+    head: HeadConfig = HeadConfig()
+    init: InitConfig = InitConfig()
+    residual: ResidualConfig = ResidualConfig()
+    data: DataConfig = DataConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    schedule: ScheduleConfig = ScheduleConfig()
+    train: TrainConfig = TrainConfig()
+    validation: ValidationConfig = ValidationConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    monitor: MonitorConfig = MonitorConfig()
+    mesh: MeshConfig = MeshConfig()
+    seed: SeedConfig = SeedConfig()
+
+    def __post_init__(self) -> None:
+        _check_shapes(self)
+        _check_residual(self.residual)
+        _check_schedule(self.schedule, self.train.steps)
+        _check_batch(self)
+
+
+# What may differ between a stored run and the command that resumes it: names of fields or, ending in a dot, of groups.
+RESUMABLE = (
+    "train.steps",
+    "validation.every",
+    "checkpoint.",
+    "monitor.",
+    "mesh.",
+    "data.prefetch",
+    "data.cache_dir",
+)
+
+
+# Checks of combinations ---------------------------------------------------------------------------------------------
+
+
+def _check_shapes(config: Config) -> None:
+    width, heads = config.model.width, config.attention.heads
+    kv_heads, head_dim = config.attention.kv_heads, config.attention.head_dim
+    if head_dim is None and width % heads:
+        _refuse("attention.heads", heads, f"a divisor of model.width={width}, or set attention.head_dim")
+    if kv_heads is not None and heads % kv_heads:
+        _refuse("attention.kv_heads", kv_heads, f"a divisor of attention.heads={heads}")
+    if config.positions.kind == "rope" and (head_dim or width // heads) % 2:
+        if head_dim is None:
+            _refuse("model.width", width, f"an even multiple of attention.heads={heads}, since rope rotates pairs")
+        _refuse("attention.head_dim", head_dim, "an even number, since rope rotates pairs")
+
+
+def _check_residual(residual: ResidualConfig) -> None:
+    kind, n = residual.kind, residual.n
+    under = f"with residual.kind={kind}"
+    if kind == "plain":
+        if n not in (None, 1):
+            _refuse("residual.n", n, f"1 {under}: it has one stream")
+        if residual.init is not None:
+            _refuse("residual.init", residual.init, f"None {under}: it has no maps")
+        if residual.alpha is not None:
+            _refuse("residual.alpha", residual.alpha, f"None {under}: it has no maps")
+    elif residual.scale != 1.0:
+        _refuse("residual.scale", residual.scale, f"1.0 {under}: only plain is scaled")
+    if kind != "plain" and residual.init is not None and residual.init not in INITS[kind]:
+        _refuse("residual.init", residual.init, f"{' or '.join(INITS[kind])} {under}")
+    if residual.collapse is not None and residual.collapse not in COLLAPSES[kind]:
+        _refuse("residual.collapse", residual.collapse, f"{' or '.join(COLLAPSES[kind])} {under}")
+    if kind != "hc":
+        for name, neutral in (("dynamic", True), ("tanh", True), ("decay_dynamic", False)):
+            if getattr(residual, name) != neutral:
+                _refuse(f"residual.{name}", getattr(residual, name), f"{neutral} {under}: only hc has the choice")
+    elif not residual.dynamic:
+        if residual.decay_dynamic:
+            _refuse("residual.decay_dynamic", True, "False with residual.dynamic=False: nothing is left to decay")
+        if residual.alpha is not None:
+            _refuse("residual.alpha", residual.alpha, "None with residual.dynamic=False: no gate is left")
+
+
+def _check_schedule(schedule: ScheduleConfig, steps: int) -> None:
+    warmup = schedule.warmup_steps
+    name = "train.steps" if schedule.decay_steps is None else "schedule.decay_steps"
+    end = schedule.decay_steps or steps
+    if warmup > end:
+        _refuse("schedule.warmup_steps", warmup, f"at most {name}={end}")
+    if schedule.kind == "wsd" and warmup + schedule.wsd_fraction * end > end:
+        most = (end - warmup) / end
+        _refuse("schedule.wsd_fraction", schedule.wsd_fraction, f"at most {most:.3g}: {warmup} of {end} steps warm up")
+    if schedule.kind == "step":
+        fractions, ratios = schedule.step_fractions, schedule.step_ratios
+        if len(fractions) != len(ratios) or not fractions:
+            _refuse("schedule.step_ratios", ratios, f"as many as schedule.step_fractions={fractions}, at least one")
+        if any(later <= earlier for earlier, later in zip(fractions, fractions[1:], strict=False)):
+            _refuse("schedule.step_fractions", fractions, "increasing shares of the run")
+
+
+def _check_batch(config: Config) -> None:
+    size, parts, mesh = config.train.batch_size, config.train.accumulation, config.mesh
+    if size % parts:
+        _refuse("train.accumulation", parts, f"a divisor of train.batch_size={size}")
+    if mesh.data == 0:
+        _refuse("mesh.data", 0, "-1 or an int >= 1")
+    split = max(mesh.data, 1) * mesh.fsdp * mesh.expert
+    if (size // parts) % split:
+        _refuse("train.batch_size", size, f"a multiple of {parts * split}: accumulation × mesh data × fsdp × expert")
+    window, least = config.monitor.zscore_window, config.monitor.zscore_min_history
+    if least > window:
+        _refuse("monitor.zscore_min_history", least, f"at most monitor.zscore_window={window}")
+
+
+# From and to the edge -----------------------------------------------------------------------------------------------
+
+
+def groups() -> dict[str, type]:
+    """The class of every group by its name, in the order of ``Config``."""
+    return {name: typing.cast(type, hint) for name, hint in _hints(Config).items()}
+
+
+def field_names() -> Iterator[str]:
+    """The dotted name of every field, in the order of ``Config``."""
+    for group, kind in groups().items():
+        for field in dataclasses.fields(kind):
+            yield f"{group}.{field.name}"
+
+
+def describe(name: str) -> str:
+    """What a field means, and what it may hold, in one line. Raises UserError for an unknown name."""
+    kind, field = _find(name)
+    rule: _Rule = field.metadata["rule"]
+    return f"{rule.doc} [{_type_words(_hints(kind)[field.name], rule)}]"
+
+
+def _find(name: str) -> tuple[type[_Group], dataclasses.Field[Any]]:
+    known = groups()
+    group, _, leaf = name.partition(".")
+    if group not in known:
+        # A field given without its group, or under another's: the leaf is the better hint.
+        same_leaf = [full for full in field_names() if full.partition(".")[2] == (leaf or group)]
+        hint = did_you_mean(group, known) or (f" (did you mean {' or '.join(same_leaf)}?)" if same_leaf else "")
+        raise UserError(f"{name}: unknown group {group}{hint}; groups: {', '.join(known)}")
+    fields = {field.name: field for field in dataclasses.fields(known[group])}
+    if leaf not in fields:
+        nearest = did_you_mean(leaf, fields) if leaf else ""
+        hint = nearest.replace("did you mean ", f"did you mean {group}.")
+        what = "unknown field" if leaf else "is a group, not a field"
+        raise UserError(f"{name}: {what}{hint}; {group} has: {', '.join(fields)}")
+    return known[group], fields[leaf]
+
+
+def parse_value(name: str, text: str) -> Any:
+    """The value of field `name` that `text` stands for on a command line, checked as far as one field can be.
+
+    Raises: UserError for an unknown field, another type, or a value out of range.
+    """
+    kind, field = _find(name)
+    hint = _hints(kind)[field.name]
+    options = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    value: Any = text
+    if type(None) in options and text == "None":
+        value = None
+    elif bool in options:
+        value = {"true": True, "t": True, "1": True, "false": False, "f": False, "0": False}.get(text.lower(), text)
+    elif str not in options:
+        try:
+            value = float(text) if float in options else ast.literal_eval(text)
+        except (ValueError, SyntaxError):
+            pass  # `_check` refuses the text itself, in the words of every other refusal
+    return _check(kind, field, value)
+
+
+def from_config_dict(raw: Any) -> Config:
+    """The validated Config of an ``ml_collections.ConfigDict`` or a nested Mapping; missing fields take their defaults.
+
+    Raises: UserError for an unknown group or field (with the nearest name and the group's fields), a value of another
+    type or out of range, or fields that do not go together.
+    """
+    tree = raw.to_dict() if hasattr(raw, "to_dict") else raw
+    if not isinstance(tree, Mapping):
+        raise UserError(f"config: given {type(raw).__name__}, allowed: a ConfigDict or a nested dict")
+    made = {}
+    for group, fields in tree.items():
+        if group not in groups() or not isinstance(fields, Mapping):
+            _find(str(group))  # refuses an unknown group, and a value where the group's fields belong
+        for leaf in fields:
+            _find(f"{group}.{leaf}")
+        made[group] = groups()[group](**fields)
+    return Config(**made)
+
+
+def resolve(config: Config, vocab_size: int) -> Config:
+    """The Config with every None filled in that derives from other fields.
+
+    Args:
+        config: a valid configuration.
+        vocab_size: tokens of the tokeniser.
+    Raises: UserError where model.vocab_size is too small for the tokeniser.
+    """
+    model, attention, mlp, residual = config.model, config.attention, config.mlp, config.residual
+    if model.vocab_size is not None and model.vocab_size < vocab_size:
+        _refuse("model.vocab_size", model.vocab_size, f"at least {vocab_size}, the tokeniser's size")
+    mlp_width = 4 * model.width if mlp.kind == "gelu" else -(-8 * model.width // 24) * 8
+    return dataclasses.replace(
+        config,
+        model=dataclasses.replace(model, vocab_size=model.vocab_size or vocab_size),
+        attention=dataclasses.replace(
+            attention,
+            kv_heads=attention.kv_heads or attention.heads,
+            head_dim=attention.head_dim or model.width // attention.heads,
+        ),
+        mlp=dataclasses.replace(mlp, width=mlp.width or mlp_width),
+        residual=dataclasses.replace(
+            residual,
+            n=residual.n or (1 if residual.kind == "plain" else 4),
+            init=residual.init or next(iter(INITS[residual.kind]), None),
+            collapse=residual.collapse or COLLAPSES[residual.kind][0],
+        ),
+        schedule=dataclasses.replace(config.schedule, decay_steps=config.schedule.decay_steps or config.train.steps),
+    )
+
+
+def to_dict(config: Config) -> dict[str, dict[str, Any]]:
+    """The Config as a nested dict {group: {field: value}}."""
+    return dataclasses.asdict(config)
+
+
+def to_json(config: Config) -> str:
+    """The Config as indented JSON with a final newline; ``from_json`` gives it back exactly."""
+    return json.dumps(to_dict(config), indent=2) + "\n"
+
+
+def from_json(text: str) -> Config:
+    """The Config of `to_json`. Raises UserError where the text is no JSON or no valid configuration."""
+    try:
+        tree = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise UserError(f"config: not JSON: line {error.lineno}, column {error.colno}: {error.msg}") from None
+    return from_config_dict(tree)
+
+
+def diff(old: Config, new: Config) -> dict[str, tuple[Any, Any]]:
+    """Fields whose values differ: {dotted name: (old value, new value)}, in the order of ``Config``."""
+    before, after = to_dict(old), to_dict(new)
+    pairs = ((name, *name.split(".")) for name in field_names())
+    return {
+        name: (before[group][leaf], after[group][leaf])
+        for name, group, leaf in pairs
+        if before[group][leaf] != after[group][leaf]
+    }
+
+
+def check_resume(old: Config, new: Config) -> dict[str, tuple[Any, Any]]:
+    """What changes when a run stored with `old` goes on with `new`, both resolved: {dotted name: (old, new)}.
+
+    The end of the decay may move with train.steps where it stood at the last step before and does so again.
+
+    Raises: UserError naming every changed field that is not of RESUMABLE, with both values.
+    """
+    changes = diff(old, new)
+    follows = all(config.schedule.decay_steps in (None, config.train.steps) for config in (old, new))
+    refused = {
+        name: pair
+        for name, pair in changes.items()
+        if not _resumable(name, RESUMABLE) and not (name == "schedule.decay_steps" and follows)
+    }
+    if refused:
+        listed = "; ".join(f"{name}: stored {before!r}, given {after!r}" for name, (before, after) in refused.items())
+        may = ", ".join(name + "*" if name.endswith(".") else name for name in RESUMABLE)
+        raise UserError(f"this run was started with another config: {listed}. Only these may change on resume: {may}")
+    return changes
+
+
+def _resumable(name: str, allowed: Sequence[str]) -> bool:
+    return any(name.startswith(entry) if entry.endswith(".") else name == entry for entry in allowed)
