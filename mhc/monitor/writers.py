@@ -1,0 +1,305 @@
+"""Writers of what a run measures: JSON lines, TensorBoard, and the progress line.
+
+A *record* is a flat mapping of names to values with the key ``step`` (completed updates). Values are numbers, strings,
+None, arrays, lists of numbers, or mappings of names to numbers.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Protocol, TextIO
+
+import numpy as np
+
+from mhc.errors import UserError
+
+Record = Mapping[str, Any]
+
+_NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+
+
+class Writer(Protocol):
+    """Anything that a training loop reports to."""
+
+    def write(self, record: Record) -> None:
+        """Take one record."""
+
+    def close(self) -> None:
+        """Finish; no record may follow."""
+
+
+class JsonlWriter:
+    """Appends records to a file, one JSON object a line, each line written and flushed whole.
+
+    JSON has no NaN, so a non-finite number is written as the string ``"NaN"``, ``"Infinity"`` or ``"-Infinity"``: every
+    line parses under a strict parser, and ``read_jsonl`` turns the strings back into floats. Arrays (numpy, jax) become
+    lists, zero-dimensional ones numbers.
+
+    Args:
+        path: the file; it and its folder are made when missing. A torn last line, left by a crash, is cut first.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        repair(self.path)
+        self._file = self.path.open("ab", buffering=0)
+
+    def write(self, record: Record) -> None:
+        """Append one record. Raises TypeError for a value that has no JSON form."""
+        line = json.dumps(_plain(record), allow_nan=False, separators=(",", ":"), ensure_ascii=False)
+        self._file.write(line.encode() + b"\n")
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+def repair(path: str | os.PathLike[str], last_step: int | None = None) -> int:
+    """Make a file of JSON lines whole again after a crash, and rewind it to a step.
+
+    The tail behind the last whole line is cut (a last object that lacks nothing but its newline is whole and gets one).
+    With ``last_step`` every object whose ``step`` is greater goes too: the run will write those steps again. Everything
+    else stays byte for byte, objects without a step included. The file is replaced in one rename, or not touched when
+    there is nothing to change; a missing file is left missing.
+
+    Returns:
+        The number of lines dropped, a torn one included.
+
+    Raises:
+        UserError: a line that is not a JSON object stands before whole lines, so it is no crash's torn tail.
+    """
+    path = Path(path)
+    if not path.exists():
+        return 0
+    content = path.read_bytes()
+    lines = _split(content)
+    parsed = [_parse(line) for line in lines]
+    whole = len(lines)
+    while whole and parsed[whole - 1] is None:
+        whole -= 1
+    kept = []
+    for number, (line, record) in enumerate(zip(lines[:whole], parsed, strict=False), 1):
+        if record is None:
+            raise UserError(f"{path}: line {number} is not a JSON object, yet whole lines follow it")
+        step = record.get("step")
+        if last_step is None or step is None or step <= last_step:
+            kept.append(line if line.endswith(b"\n") else line + b"\n")
+    repaired = b"".join(kept)
+    if repaired != content:
+        temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+        with temporary.open("wb") as file:
+            file.write(repaired)
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(temporary, path.stat().st_mode & 0o7777)
+        os.replace(temporary, path)
+    return len(lines) - len(kept)
+
+
+def read_jsonl(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
+    """All whole records of a file written by :class:`JsonlWriter`, non-finite numbers as floats again.
+
+    A torn last line is left out, so that the file of a running or crashed run can be read.
+
+    Raises:
+        UserError: the file is missing or unreadable, or a line before the last is not a JSON object.
+    """
+    path = Path(path)
+    try:
+        lines = _split(path.read_bytes())
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror})") from error
+    parsed = [_parse(line) for line in lines]
+    while parsed and parsed[-1] is None:
+        parsed.pop()
+    records = []
+    for number, record in enumerate(parsed, 1):
+        if record is None:
+            raise UserError(f"{path}: line {number} is not a JSON object")
+        records.append({key: _revive(value) for key, value in record.items()})
+    return records
+
+
+class TensorBoardWriter:
+    """Writes records as TensorBoard scalars (through tensorboardX).
+
+    Numbers become a scalar under their own name; of an array (one value per sublayer) its maximum is written, under the
+    same name, and of a mapping one scalar per entry, ``name/entry``. Strings and None are left out: the JSON lines hold
+    everything, this is for looking.
+
+    Args:
+        directory: where the event file goes.
+        purge_step: on a resume, the first step that will be written again; TensorBoard drops what older event files
+            hold from there on.
+    """
+
+    def __init__(self, directory: str | os.PathLike[str], *, purge_step: int | None = None) -> None:
+        from tensorboardX import SummaryWriter  # heavy, and wanted only where monitor.tensorboard is on
+
+        self._writer = SummaryWriter(str(directory), purge_step=purge_step)
+
+    def write(self, record: Record) -> None:
+        """Write every number of the record at its ``step``. Raises KeyError without one."""
+        step = int(record["step"])
+        for name, value in record.items():
+            if name == "step" or value is None or isinstance(value, str):
+                continue
+            if isinstance(value, Mapping):
+                for entry, number in value.items():
+                    self._writer.add_scalar(f"{name}/{entry}", float(number), step)
+            else:
+                array = np.asarray(value, dtype=np.float64)
+                if array.size:
+                    self._writer.add_scalar(name, float(array.max()), step)
+
+    def close(self) -> None:
+        """Write out what is buffered and close the file."""
+        self._writer.close()
+
+
+class Progress:
+    """The line a user watches: step, loss, tokens per second, time left, and bits per byte once validated.
+
+    On a terminal the line is rewritten in place, at most ten times a second; elsewhere a line is printed at every
+    ``every``-th step, at validations and at the last step.
+
+    Args:
+        total: steps of the whole run.
+        every: steps between lines where the stream is no terminal; 0: write nothing at all.
+        label: put before the line, to tell runs apart.
+        stream: where to; default stderr.
+        clock: seconds, monotonic.
+    """
+
+    def __init__(
+        self,
+        total: int,
+        *,
+        every: int = 10,
+        label: str = "",
+        stream: TextIO | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._total, self._every, self._label = total, every, label
+        self._stream = sys.stderr if stream is None else stream
+        self._clock = clock
+        self._tty = self._stream.isatty()
+        self._first: tuple[int, float] | None = None  # step and time of the first record: compilation is behind it
+        self._shown = -math.inf
+        self._open = False  # a terminal line without its newline
+        self._bits_per_byte: float | None = None
+
+    def write(self, record: Record) -> None:
+        """Take a step's metrics: ``step``, ``loss``, ``tokens_per_second``; ``val_bits_per_byte`` when there is one."""
+        if not self._every:
+            return
+        step, now = int(record["step"]), self._clock()
+        if self._first is None:
+            self._first = (step, now)
+        validated = "val_bits_per_byte" in record and record["val_bits_per_byte"] is not None
+        if validated:
+            self._bits_per_byte = float(record["val_bits_per_byte"])
+        last = step >= self._total
+        if self._tty:
+            if last or validated or now - self._shown >= 0.1:
+                self._stream.write(f"\r{self._line(record, step, now)}\x1b[K")
+                self._stream.flush()
+                self._shown, self._open = now, True
+        elif last or validated or step % self._every == 0:
+            self._stream.write(self._line(record, step, now) + "\n")
+            self._stream.flush()
+
+    def note(self, text: str) -> None:
+        """Print a line of its own (an event), without tearing the progress line."""
+        self._end_line()
+        self._stream.write(text + "\n")
+        self._stream.flush()
+
+    def close(self) -> None:
+        """End the line on a terminal."""
+        self._end_line()
+
+    def _end_line(self) -> None:
+        if self._open:
+            self._stream.write("\n")
+            self._stream.flush()
+            self._open = False
+
+    def _line(self, record: Record, step: int, now: float) -> str:
+        width = len(str(self._total))
+        parts = [f"step {step:{width}d}/{self._total}", f"loss {float(record['loss']):.4f}"]
+        if self._bits_per_byte is not None:
+            parts.append(f"val {self._bits_per_byte:.4f} bits/byte")
+        parts.append(f"{float(record['tokens_per_second']):,.0f} tokens/s")
+        assert self._first is not None
+        first_step, first_time = self._first
+        if step > first_step and step < self._total:
+            left = (now - first_time) / (step - first_step) * (self._total - step)
+            parts.append(f"{duration(left)} left")
+        return (f"{self._label}  " if self._label else "") + "  ".join(parts)
+
+
+def duration(seconds: float) -> str:
+    """``seconds`` for people: 42s, 3m05s, 2h07m, 3d04h."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole}s"
+    if whole < 3600:
+        return f"{whole // 60}m{whole % 60:02d}s"
+    if whole < 86400:
+        return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
+    return f"{whole // 86400}d{whole % 86400 // 3600:02d}h"
+
+
+def _plain(value: Any) -> Any:
+    """``value`` in the types that JSON has."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, str | bool | int) or value is None:
+        return value
+    if isinstance(value, float):
+        if math.isfinite(value):
+            return float(value)
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if hasattr(value, "__array__"):
+        array = np.asarray(value)
+        if array.dtype.kind not in "biufSU":
+            array = array.astype(np.float32)  # bfloat16 and its kin
+        return _plain(array.tolist())
+    raise TypeError(f"no JSON form for a {type(value).__name__}")
+
+
+def _revive(value: Any) -> Any:
+    """The inverse of ``_plain`` for non-finite numbers."""
+    if isinstance(value, str):
+        return _NON_FINITE.get(value, value)
+    if isinstance(value, list):
+        return [_revive(item) for item in value]
+    if isinstance(value, dict):
+        return {key: _revive(item) for key, item in value.items()}
+    return value
+
+
+def _split(content: bytes) -> list[bytes]:
+    """Lines with their newline, the last perhaps without; only b"\\n" ends a line."""
+    lines = [line + b"\n" for line in content.split(b"\n")]
+    lines[-1] = lines[-1][:-1]
+    return lines if lines[-1] else lines[:-1]
+
+
+def _parse(line: bytes) -> dict[str, Any] | None:
+    """The object of a line, or None where there is none."""
+    try:
+        record = json.loads(line)
+    except ValueError:
+        return None
+    return record if isinstance(record, dict) else None

@@ -1,0 +1,217 @@
+"""Writers: what is written is read back, whatever the crash; the progress line under an injected clock."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mhc.errors import UserError
+from mhc.monitor.writers import JsonlWriter, Progress, TensorBoardWriter, Writer, duration, read_jsonl, repair
+
+numbers = st.floats() | st.integers(-(2**53), 2**53)
+texts = st.text(max_size=8).filter(lambda text: text not in {"NaN", "Infinity", "-Infinity"})
+values = numbers | st.none() | texts | st.lists(numbers, max_size=4) | st.dictionaries(texts, numbers, max_size=3)
+records = st.lists(st.dictionaries(texts, values, max_size=4), max_size=6)
+
+
+def write_all(path: Path, records: list[dict[str, Any]]) -> None:
+    writer = JsonlWriter(path)
+    for record in records:
+        writer.write(record)
+    writer.close()
+
+
+def strict(text: str) -> Any:
+    def refuse(name: str) -> None:
+        raise AssertionError(f"{name} is not JSON")
+
+    return json.loads(text, parse_constant=refuse)
+
+
+@given(records)
+@settings(deadline=None)
+def test_round_trip_in_strict_json(tmp_path_factory: pytest.TempPathFactory, records: list[dict[str, Any]]) -> None:
+    path = tmp_path_factory.mktemp("jsonl") / "metrics.jsonl"
+    write_all(path, records)
+    assert len([strict(line) for line in path.read_text().split("\n")[:-1]]) == len(records)
+    np.testing.assert_equal(read_jsonl(path), records)
+
+
+def test_arrays_and_scalars_of_every_kind(tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "probes.jsonl"
+    write_all(
+        path,
+        [
+            {
+                "step": np.int64(3),
+                "a": np.array([1.0, math.nan], np.float32),
+                "b": jnp.float32(0.5),
+                "c": jnp.bfloat16(1.5),
+                "d": np.float64(math.inf),
+                "e": np.bool_(True),
+                "f": jnp.ones((2, 1)),
+            }
+        ],
+    )
+    assert strict(path.read_text())["d"] == "Infinity"
+    (record,) = read_jsonl(path)
+    assert record["a"][0] == 1.0 and math.isnan(record["a"][1])
+    assert {key: record[key] for key in "bcdef"} == {"b": 0.5, "c": 1.5, "d": math.inf, "e": True, "f": [[1.0], [1.0]]}
+
+
+def test_a_value_without_json_form_is_refused_and_nothing_is_written(tmp_path: Path) -> None:
+    writer = JsonlWriter(tmp_path / "m.jsonl")
+    with pytest.raises(TypeError, match="object"):
+        writer.write({"step": 1, "x": object()})
+    writer.close()
+    assert (tmp_path / "m.jsonl").read_bytes() == b""
+
+
+def test_lines_are_on_disk_before_close(tmp_path: Path) -> None:
+    writer = JsonlWriter(tmp_path / "m.jsonl")
+    writer.write({"step": 1})
+    assert read_jsonl(tmp_path / "m.jsonl") == [{"step": 1}]
+    writer.close()
+
+
+STEPS = [{"step": step, "text": "é\u2028\r", "loss": step / 3} for step in range(1, 8)]
+
+
+def test_repair_after_a_tear_at_every_byte(tmp_path: Path) -> None:
+    path = tmp_path / "m.jsonl"
+    write_all(path, STEPS)
+    content = path.read_bytes()
+    for cut in range(len(content) + 1):
+        path.write_bytes(content[:cut])
+        repair(path)
+        repaired = path.read_bytes()
+        whole = content[:cut].count(b"\n") + (content[cut : cut + 1] == b"\n")  # lacking only the newline is whole
+        assert read_jsonl(path) == STEPS[:whole]
+        assert content.startswith(repaired) and (not repaired or repaired.endswith(b"\n"))
+
+
+def test_read_leaves_a_torn_tail_out_and_the_writer_cuts_it(tmp_path: Path) -> None:
+    path = tmp_path / "m.jsonl"
+    path.write_bytes(b'{"step":1}\n{"step":2,"lo')
+    assert read_jsonl(path) == [{"step": 1}]
+    write_all(path, [{"step": 2}])
+    assert read_jsonl(path) == [{"step": 1}, {"step": 2}]
+
+
+@pytest.mark.parametrize("last_step", range(9))
+def test_repair_drops_later_steps_and_keeps_the_rest_byte_for_byte(tmp_path: Path, last_step: int) -> None:
+    path = tmp_path / "m.jsonl"
+    lines = [f'{{"step" :  {step}, "x": 1e0}}\n'.encode() for step in (1, 2, 3, 5, 4, 6)] + [b'{"event":"resume"}\n']
+    path.write_bytes(b"".join(lines) + b'{"ste')
+    kept = [line for line in lines if b"event" in line or int(line.split(b":")[1].split(b",")[0]) <= last_step]
+    assert repair(path, last_step) == len(lines) + 1 - len(kept)
+    assert path.read_bytes() == b"".join(kept)
+    assert [p.name for p in tmp_path.iterdir()] == ["m.jsonl"]
+
+
+def test_repair_cuts_zeros_that_a_power_cut_left(tmp_path: Path) -> None:
+    path = tmp_path / "m.jsonl"
+    path.write_bytes(b'{"step":1}\n{"st\0\0\0\n\0\0\0')
+    assert repair(path, 5) == 2
+    assert path.read_bytes() == b'{"step":1}\n'
+
+
+def test_repair_leaves_a_whole_file_alone_and_a_missing_one_missing(tmp_path: Path) -> None:
+    path = tmp_path / "m.jsonl"
+    assert repair(path, 3) == 0 and not path.exists()
+    write_all(path, STEPS)
+    before = path.stat()
+    assert repair(path, 7) == 0
+    assert (path.stat().st_ino, path.stat().st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
+
+
+def test_a_broken_line_in_the_middle_is_no_crash(tmp_path: Path) -> None:
+    path = tmp_path / "m.jsonl"
+    path.write_bytes(b'{"step":1}\nnonsense\n{"step":2}\n')
+    for call in (repair, read_jsonl):
+        with pytest.raises(UserError, match="line 2"):
+            call(path)
+    with pytest.raises(UserError, match="cannot be read"):
+        read_jsonl(tmp_path / "missing.jsonl")
+
+
+def test_tensorboard_writes_numbers_arrays_and_mappings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import tensorboardX
+
+    seen: list[tuple[str, float, int]] = []
+    monkeypatch.setattr(
+        tensorboardX.SummaryWriter, "add_scalar", lambda self, name, value, step: seen.append((name, value, step))
+    )
+    writer: Writer = TensorBoardWriter(tmp_path)
+    writer.write(
+        {"step": 4, "loss": np.float32(2.5), "gain": [1.0, 3.0], "grad/norm": {"head": 0.5}, "x": None, "y": "s"}
+    )
+    writer.close()
+    assert seen == [("loss", 2.5, 4), ("gain", 3.0, 4), ("grad/norm/head", 0.5, 4)]
+
+
+def test_tensorboard_leaves_an_event_file(tmp_path: Path) -> None:
+    writer = TensorBoardWriter(tmp_path, purge_step=2)
+    writer.write({"step": 2, "loss": 1.0})
+    writer.close()
+    (file,) = tmp_path.glob("events.out.tfevents.*")
+    assert b"loss" in file.read_bytes()
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def progress(stream: io.StringIO, *, total: int = 30, every: int = 10, seconds: float = 2.0) -> str:
+    now = [100.0]
+    line = Progress(total, every=every, label="mhc", stream=stream, clock=lambda: now[0])
+    for step in range(1, total + 1):
+        record = {"step": step, "loss": 3.0, "tokens_per_second": 12345.6}
+        if step == 15:
+            record["val_bits_per_byte"] = 3.21
+        line.write(record)
+        now[0] += seconds
+    line.close()
+    return stream.getvalue()
+
+
+def test_progress_off_a_terminal() -> None:
+    lines = progress(io.StringIO()).splitlines()
+    assert lines == [
+        "mhc  step 10/30  loss 3.0000  12,346 tokens/s  40s left",
+        "mhc  step 15/30  loss 3.0000  val 3.2100 bits/byte  12,346 tokens/s  30s left",
+        "mhc  step 20/30  loss 3.0000  val 3.2100 bits/byte  12,346 tokens/s  20s left",
+        "mhc  step 30/30  loss 3.0000  val 3.2100 bits/byte  12,346 tokens/s",
+    ]
+
+
+def test_progress_rewrites_one_line_on_a_terminal() -> None:
+    text = progress(Terminal())
+    assert text.count("\r") == 30 and text.count("\n") == 1 and text.endswith("\x1b[K\n")
+    assert progress(Terminal(), seconds=0.01).count("\r") < 10  # ten a second, validation and the last
+
+
+def test_progress_off_and_a_note_that_tears_no_line() -> None:
+    assert progress(io.StringIO(), every=0) == ""
+    stream = Terminal()
+    line = Progress(5, stream=stream, clock=lambda: 0.0)
+    line.write({"step": 1, "loss": 1.0, "tokens_per_second": 1.0})
+    line.note("spike at step 1")
+    assert stream.getvalue().endswith("\x1b[K\nspike at step 1\n")
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0.4, "0s"), (59.6, "1m00s"), (185, "3m05s"), (7640, "2h07m"), (273600, "3d04h")]
+)
+def test_duration(seconds: float, text: str) -> None:
+    assert duration(seconds) == text
