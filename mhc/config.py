@@ -476,9 +476,9 @@ def _find(name: str) -> tuple[type[_Group], dataclasses.Field[Any]]:
     known = groups()
     group, _, leaf = name.partition(".")
     if group not in known:
-        # A field given without its group, or under another's: the leaf is the better hint.
+        # A field given without its group: the places where it stands are the better hint.
         same_leaf = [full for full in field_names() if full.partition(".")[2] == (leaf or group)]
-        hint = did_you_mean(group, known) or (f" (did you mean {' or '.join(same_leaf)}?)" if same_leaf else "")
+        hint = f" (did you mean {' or '.join(same_leaf)}?)" if same_leaf and not leaf else did_you_mean(group, known)
         raise UserError(f"{name}: unknown group {group}{hint}; groups: {', '.join(known)}")
     fields = {field.name: field for field in dataclasses.fields(known[group])}
     if leaf not in fields:

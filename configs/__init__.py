@@ -1,0 +1,1 @@
+"""Configurations: default.py holds every field, the other files change what they need to."""

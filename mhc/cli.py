@@ -1,0 +1,146 @@
+"""The edge that command-line programs share: arguments, config files with overrides, and errors of one line.
+
+Exit codes: 0 done, 1 the answer is no (a program says when), 2 a user's mistake, 3 the guard halted the run,
+130 interrupted from the keyboard.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import runpy
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from ml_collections import ConfigDict
+
+from mhc import config as config_lib
+from mhc.config import Config
+from mhc.errors import UserError, did_you_mean
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse without abbreviations, whose complaints are UserErrors."""
+
+    def __init__(self, **arguments: object) -> None:
+        super().__init__(allow_abbrev=False, **arguments)  # type: ignore[arg-type]
+
+    def error(self, message: str) -> NoReturn:
+        """Raises UserError instead of printing the usage and leaving."""
+        raise UserError(f"{message} (--help lists the arguments)")
+
+    def options(self) -> list[str]:
+        """The long options, for messages."""
+        return [option for action in self._actions for option in action.option_strings if option.startswith("--")]
+
+    def parse_args(self, args=None, namespace=None):  # type: ignore[no-untyped-def]  # argparse's own signature
+        """As argparse, with the nearest option for an unknown one. Raises UserError."""
+        parsed, rest = self.parse_known_args(args, namespace)
+        if rest:
+            self.refuse(rest[0])
+        return parsed
+
+    def refuse(self, argument: str) -> NoReturn:
+        """Raises the UserError for an argument that nothing takes."""
+        name = argument.partition("=")[0]
+        dashed = name if name.startswith("-") else f"--{name}"
+        raise UserError(f"unknown argument {argument}{did_you_mean(dashed.partition('.')[0], self.options())}")
+
+
+def run_main(main: Callable[[Sequence[str]], int], arguments: Sequence[str] | None = None) -> NoReturn:
+    """Runs a program and exits with its code; a UserError becomes ``error: …`` on stderr and code 2.
+
+    Args:
+        main: takes the command-line arguments without the program's name, gives the exit code.
+        arguments: None: ``sys.argv[1:]``.
+    """
+    try:
+        code = main(sys.argv[1:] if arguments is None else arguments)
+    except UserError as error:
+        print("error:", " ".join(str(error).split()), file=sys.stderr)
+        code = 2
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        code = 130
+    sys.exit(code)
+
+
+def load_config(path: str, arguments: Sequence[str], parser: Parser) -> Config:
+    """The validated Config of a config file and the overrides on the command line.
+
+    Args:
+        path: a Python file with ``get_config() -> ConfigDict``; ``file.py:text`` calls ``get_config(text)``.
+        arguments: what the parser left over: ``--config.group.field=value`` (or a space for ``=``), nothing else.
+        parser: names the options in the complaint about anything else.
+    Raises: UserError for a file that cannot be loaded, an unknown or mistyped override, or an invalid config.
+    """
+    overrides = _overrides(arguments, parser)
+    tree = _run_config_file(path).to_dict()
+    config_lib.from_config_dict(tree)  # so that a mistake of the file is told as it stands there, not as overridden
+    for name, value in overrides.items():
+        group, _, leaf = name.partition(".")
+        tree.setdefault(group, {})[leaf] = value
+    return config_lib.from_config_dict(tree)
+
+
+def _overrides(arguments: Sequence[str], parser: Parser) -> dict[str, Any]:
+    """The overrides as {dotted name: value}, each checked as far as one field can be; the last of a name counts."""
+    found = {}
+    rest = list(arguments)
+    while rest:
+        argument = rest.pop(0)
+        flag, equals, text = argument.partition("=")
+        match = re.fullmatch(r"--?config\.(.*)", flag)
+        if match is None:
+            parser.refuse(argument)
+        name = match[1]
+        meaning = config_lib.describe(name)
+        if not equals:
+            if not rest:
+                raise UserError(f"{flag}: a value is missing: {meaning}")
+            text = rest.pop(0)
+        found[name] = config_lib.parse_value(name, text)
+    return found
+
+
+def _run_config_file(path: str) -> ConfigDict:
+    """What the file's get_config gives. Raises UserError with file and line for whatever goes wrong in it."""
+    file, colon, text = path.partition(":")
+    if not Path(file).is_file():
+        siblings = [str(entry) for entry in sorted(Path(file).parent.glob("*.py"))]
+        raise UserError(f"config file {file}: no such file{did_you_mean(file, siblings)}")
+    try:
+        get_config = runpy.run_path(file).get("get_config")
+        if get_config is None:
+            raise UserError(f"config file {file}: it defines no get_config()")
+        made = get_config(text) if colon else get_config()
+    except SyntaxError as error:
+        raise UserError(f"config file {error.filename}, line {error.lineno}: {error.msg}") from None
+    except UserError:
+        raise
+    except Exception as error:  # the file is the user's, and so is whatever it raises
+        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
+        place = f", line {lines[-1]}" if lines else ""
+        raise UserError(f"config file {file}{place}: {type(error).__name__}: {error}") from None
+    if not isinstance(made, ConfigDict):
+        raise UserError(
+            f"config file {file}: get_config() gives {type(made).__name__}, allowed: ml_collections.ConfigDict"
+        )
+    return made
+
+
+def check_writable(folder: str) -> Path:
+    """The path of a folder that is there or can be made; makes nothing. Raises UserError where it cannot be written."""
+    path = Path(folder)
+    parent = path
+    while not parent.exists():
+        parent = parent.parent
+    if not parent.is_dir():
+        raise UserError(f"--workdir {folder}: {parent} is a file, allowed: a folder that can be written")
+    if not os.access(parent, os.W_OK | os.X_OK):
+        raise UserError(f"--workdir {folder}: no permission to write in {parent}")
+    return path

@@ -1,0 +1,48 @@
+"""Trains one model: flags → config → mhc.train.run.
+
+    python train.py --config configs/demo.py --config.residual.kind=mhc --workdir runs/a
+
+The same command on an existing workdir resumes it. ``--dry_run`` prints the model's size and cost as JSON instead.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+
+from mhc import cli
+from mhc.errors import UserError
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Reads the command line and trains. Returns the exit code; raises UserError for a user's mistake."""
+    parser = cli.Parser(
+        prog="train.py",
+        description="Train a transformer under one residual topology.",
+        epilog="--config.GROUP.FIELD=VALUE changes a field of the config; configs/default.py lists and explains them.",
+    )
+    parser.add_argument(
+        "--config", required=True, metavar="FILE", help="config file with get_config(), e.g. configs/demo.py"
+    )
+    parser.add_argument("--workdir", metavar="DIR", help="folder of the run; a run that it holds is resumed")
+    parser.add_argument(
+        "--dry_run", action="store_true", help="print parameters, FLOPs and mesh as JSON; train nothing"
+    )
+    options, overrides = parser.parse_known_args(arguments)
+    config = cli.load_config(options.config, overrides, parser)
+    if options.workdir is None and not options.dry_run:
+        raise UserError("--workdir is required: the folder of the run, e.g. --workdir runs/a")
+    if options.workdir is not None:
+        cli.check_writable(options.workdir)
+
+    # jax takes seconds to import: only a command without mistakes waits for it.
+    from mhc.train import run
+
+    if options.dry_run:
+        print(json.dumps(run.dry_run(config), indent=2))
+        return 0
+    return run.run(config, options.workdir)
+
+
+if __name__ == "__main__":
+    cli.run_main(main)
