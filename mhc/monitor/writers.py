@@ -53,7 +53,7 @@ class JsonlWriter:
 
     def write(self, record: Record) -> None:
         """Append one record. Raises TypeError for a value that has no JSON form."""
-        line = json.dumps(_plain(record), allow_nan=False, separators=(",", ":"), ensure_ascii=False)
+        line = json.dumps(jsonable(record), allow_nan=False, separators=(",", ":"), ensure_ascii=False)
         self._file.write(line.encode() + b"\n")
 
     def close(self) -> None:
@@ -93,13 +93,7 @@ def repair(path: str | os.PathLike[str], last_step: int | None = None) -> int:
             kept.append(line if line.endswith(b"\n") else line + b"\n")
     repaired = b"".join(kept)
     if repaired != content:
-        temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-        with temporary.open("wb") as file:
-            file.write(repaired)
-            file.flush()
-            os.fsync(file.fileno())
-        os.chmod(temporary, path.stat().st_mode & 0o7777)
-        os.replace(temporary, path)
+        _replace(path, repaired)
     return len(lines) - len(kept)
 
 
@@ -125,6 +119,53 @@ def read_jsonl(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
             raise UserError(f"{path}: line {number} is not a JSON object")
         records.append({key: _revive(value) for key, value in record.items()})
     return records
+
+
+def write_json(path: str | os.PathLike[str], value: Any) -> None:
+    """Write one JSON document (indented, non-finite numbers as strings), replacing the file in one rename."""
+    path = Path(path)
+    _replace(path, json.dumps(jsonable(value), indent=2, allow_nan=False, ensure_ascii=False).encode() + b"\n")
+
+
+def read_json(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """The object in a JSON file, with the strings of non-finite numbers as floats again.
+
+    Raises:
+        UserError: the file is missing, unreadable, or holds no JSON object.
+    """
+    path = Path(path)
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror})") from error
+    record = _parse(content)
+    if record is None:
+        raise UserError(f"{path}: holds no JSON object")
+    return {key: _revive(value) for key, value in record.items()}
+
+
+def jsonable(value: Any) -> Any:
+    """``value`` in the types that JSON has: arrays as lists, non-finite numbers as strings (see :class:`JsonlWriter`).
+
+    Raises:
+        TypeError: for a value that has no JSON form.
+    """
+    if isinstance(value, Mapping):
+        return {str(key): jsonable(item) for key, item in value.items()}
+    if isinstance(value, str | bool | int) or value is None:
+        return value
+    if isinstance(value, float):
+        if math.isfinite(value):
+            return float(value)
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    if isinstance(value, list | tuple):
+        return [jsonable(item) for item in value]
+    if hasattr(value, "__array__"):
+        array = np.asarray(value)
+        if array.dtype.kind not in "biufSU":
+            array = array.astype(np.float32)  # bfloat16 and its kin
+        return jsonable(array.tolist())
+    raise TypeError(f"no JSON form for a {type(value).__name__}")
 
 
 class TensorBoardWriter:
@@ -258,28 +299,20 @@ def duration(seconds: float) -> str:
     return f"{whole // 86400}d{whole % 86400 // 3600:02d}h"
 
 
-def _plain(value: Any) -> Any:
-    """``value`` in the types that JSON has."""
-    if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, str | bool | int) or value is None:
-        return value
-    if isinstance(value, float):
-        if math.isfinite(value):
-            return float(value)
-        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    if hasattr(value, "__array__"):
-        array = np.asarray(value)
-        if array.dtype.kind not in "biufSU":
-            array = array.astype(np.float32)  # bfloat16 and its kin
-        return _plain(array.tolist())
-    raise TypeError(f"no JSON form for a {type(value).__name__}")
+def _replace(path: Path, content: bytes) -> None:
+    """Put ``content`` in place of a file (which need not exist) at once, keeping its mode."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    with temporary.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    if path.exists():
+        temporary.chmod(path.stat().st_mode & 0o7777)
+    temporary.replace(path)
 
 
 def _revive(value: Any) -> Any:
-    """The inverse of ``_plain`` for non-finite numbers."""
+    """The inverse of ``jsonable`` for non-finite numbers."""
     if isinstance(value, str):
         return _NON_FINITE.get(value, value)
     if isinstance(value, list):

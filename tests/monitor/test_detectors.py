@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -65,7 +66,7 @@ def test_online_equals_batch_bit_for_bit(golden: dict[str, np.ndarray], case: st
 @given(series, st.integers(3, 12), st.integers(0, 60))
 @settings(deadline=None, max_examples=200)
 def test_online_equals_batch_over_a_restore(x: list[float], window: int, cut: int) -> None:
-    options = {"window": window, "min_history": 3, "threshold": 2.0}
+    options: dict[str, Any] = {"window": window, "min_history": 3, "threshold": 2.0}
     first = RollingZScore(**options)
     online = [first.update(value) for value in x[:cut]]
     second = RollingZScore(first.state, **options)

@@ -15,7 +15,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mhc.errors import UserError
-from mhc.monitor.writers import JsonlWriter, Progress, TensorBoardWriter, Writer, duration, read_jsonl, repair
+from mhc.monitor.writers import (
+    JsonlWriter,
+    Progress,
+    TensorBoardWriter,
+    Writer,
+    duration,
+    read_json,
+    read_jsonl,
+    repair,
+    write_json,
+)
 
 numbers = st.floats() | st.integers(-(2**53), 2**53)
 texts = st.text(max_size=8).filter(lambda text: text not in {"NaN", "Infinity", "-Infinity"})
@@ -142,6 +152,20 @@ def test_a_broken_line_in_the_middle_is_no_crash(tmp_path: Path) -> None:
             call(path)
     with pytest.raises(UserError, match="cannot be read"):
         read_jsonl(tmp_path / "missing.jsonl")
+
+
+def test_json_document_round_trip(tmp_path: Path) -> None:
+    path = tmp_path / "summary.json"
+    write_json(path, {"a": 1})
+    write_json(path, {"loss": math.nan, "gain": np.array([1.0, math.inf])})
+    assert strict(path.read_text()) == {"loss": "NaN", "gain": [1.0, "Infinity"]}
+    np.testing.assert_equal(read_json(path), {"loss": math.nan, "gain": [1.0, math.inf]})
+    assert [p.name for p in tmp_path.iterdir()] == ["summary.json"]
+    path.write_text("[1]")
+    with pytest.raises(UserError, match="no JSON object"):
+        read_json(path)
+    with pytest.raises(UserError, match="cannot be read"):
+        read_json(tmp_path / "missing.json")
 
 
 def test_tensorboard_writes_numbers_arrays_and_mappings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
