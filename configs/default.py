@@ -1,7 +1,7 @@
 """Every field of a run, with its default. ``mhc/config.py`` checks what is set here, field by field and in combination.
 
 ``None`` in a comment means "derive it" or "none", as the comment says; from a command line: ``--config.residual.n=4``,
-``--config.optimizer.clip_norm=None``. A file of your own changes what it needs to and returns the rest: configs/demo.py.
+``--config.optimizer.clip_norm=None``. A file of your own changes what it needs to and keeps the rest: configs/demo.py.
 """
 
 from __future__ import annotations

@@ -26,8 +26,8 @@ from mhc.errors import UserError, did_you_mean
 class Parser(argparse.ArgumentParser):
     """argparse without abbreviations, whose complaints are UserErrors."""
 
-    def __init__(self, **arguments: object) -> None:
-        super().__init__(allow_abbrev=False, **arguments)  # type: ignore[arg-type]
+    def __init__(self, **arguments: Any) -> None:
+        super().__init__(allow_abbrev=False, **arguments)
 
     def error(self, message: str) -> NoReturn:
         """Raises UserError instead of printing the usage and leaving."""
@@ -80,7 +80,6 @@ def load_config(path: str, arguments: Sequence[str], parser: Parser) -> Config:
     """
     overrides = _overrides(arguments, parser)
     tree = _run_config_file(path).to_dict()
-    config_lib.from_config_dict(tree)  # so that a mistake of the file is told as it stands there, not as overridden
     for name, value in overrides.items():
         group, _, leaf = name.partition(".")
         tree.setdefault(group, {})[leaf] = value
@@ -124,8 +123,9 @@ def _run_config_file(path: str) -> ConfigDict:
         raise
     except Exception as error:  # the file is the user's, and so is whatever it raises
         lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
+        said = error.args[0] if error.args else error  # str() of a KeyError is quoted and escaped
         place = f", line {lines[-1]}" if lines else ""
-        raise UserError(f"config file {file}{place}: {type(error).__name__}: {error}") from None
+        raise UserError(f"config file {file}{place}: {type(error).__name__}: {said}") from None
     if not isinstance(made, ConfigDict):
         raise UserError(
             f"config file {file}: get_config() gives {type(made).__name__}, allowed: ml_collections.ConfigDict"

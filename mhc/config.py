@@ -4,15 +4,17 @@ A run is described by an ``ml_collections.ConfigDict`` at the edge (``configs/*.
 ``from_config_dict`` turns it into the dataclasses below. Nothing below that line sees a ``ConfigDict``. ``None`` always
 means "derive it" or "none": the text of the field says which, and ``resolve`` fills in what derives from other fields.
 
-A group checks its fields when it is made, a ``Config`` their combinations: a ``Config`` that exists is a valid one, also
-after ``dataclasses.replace``. Every complaint is a ``UserError`` of one line: field, what was given, what is allowed.
+A group checks its fields when it is made, a ``Config`` their combinations: a ``Config`` that exists is valid, also after
+``dataclasses.replace``. Every complaint is a ``UserError`` of one line: field, what was given, what is allowed.
 """
 
 from __future__ import annotations
 
 import ast
+import contextlib
 import dataclasses
 import functools
+import itertools
 import json
 import math
 import types
@@ -63,7 +65,7 @@ def _field(default: Any, doc: str, **rule: Any) -> Any:
 
 
 @functools.cache
-def _hints(group: type) -> dict[str, Any]:
+def _hints(group: Any) -> dict[str, Any]:
     return typing.get_type_hints(group)
 
 
@@ -432,7 +434,7 @@ def _check_schedule(schedule: ScheduleConfig, steps: int) -> None:
         fractions, ratios = schedule.step_fractions, schedule.step_ratios
         if len(fractions) != len(ratios) or not fractions:
             _refuse("schedule.step_ratios", ratios, f"as many as schedule.step_fractions={fractions}, at least one")
-        if any(later <= earlier for earlier, later in zip(fractions, fractions[1:], strict=False)):
+        if any(later <= earlier for earlier, later in itertools.pairwise(fractions)):
             _refuse("schedule.step_fractions", fractions, "increasing shares of the run")
 
 
@@ -503,10 +505,9 @@ def parse_value(name: str, text: str) -> Any:
     elif bool in options:
         value = {"true": True, "t": True, "1": True, "false": False, "f": False, "0": False}.get(text.lower(), text)
     elif str not in options:
-        try:
+        # `_check` refuses what is no number in the words of every other refusal.
+        with contextlib.suppress(ValueError, SyntaxError):
             value = float(text) if float in options else ast.literal_eval(text)
-        except (ValueError, SyntaxError):
-            pass  # `_check` refuses the text itself, in the words of every other refusal
     return _check(kind, field, value)
 
 

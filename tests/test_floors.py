@@ -1,0 +1,141 @@
+"""The house's floors: a room imports only rooms below it, and the library rooms need jax and flax alone."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+# Room → floor. The longest name that a module starts with counts; every module must have one. A room may import its own
+# floor (data beside model) and those below.
+FLOORS = {
+    "mhc": 0,  # the package itself: a docstring
+    "mhc.errors": 0,
+    "mhc.config": 0,
+    "mhc.cli": 1,
+    "mhc.kernels": 2,
+    "mhc.residual": 3,
+    "mhc.model": 4,
+    "mhc.data": 4,
+    "mhc.sharding": 4,
+    "mhc.monitor": 5,
+    "mhc.monitor.probes": 6,
+    "mhc.train": 6,
+    "mhc.interop": 7,
+    "mhc.grid": 7,
+    "eval": 7,
+    "tpu": 7,
+    "bench": 7,
+    "configs": 7,
+    "train": 8,
+}
+# mhc.residual and mhc.kernels are used as a library in other people's models.
+LIBRARY = ("mhc.residual", "mhc.kernels")
+LIBRARY_NEEDS = {"jax", "flax", "numpy"}  # numpy comes with jax
+# functional.py is the bottom of the house, though it lies in the residual's folder: kernels are checked against it.
+FLOORS["mhc.residual.functional"] = 2
+
+
+def floor(module: str) -> int | None:
+    """The floor of one of our modules, None for a module of others."""
+    parts = module.split(".")
+    names = [".".join(parts[:length]) for length in range(len(parts), 0, -1)]
+    known = next((name for name in names if name in FLOORS), None)
+    if known == "mhc" and module != "mhc":
+        raise AssertionError(f"{module} has no floor in tests/test_floors.py")
+    return None if known is None else FLOORS[known]
+
+
+def modules() -> list[tuple[str, Path]]:
+    """Every module of the project with its file."""
+    files = [ROOT / "train.py"]
+    for top in ("mhc", "eval", "tpu", "bench", "configs"):
+        files += sorted((ROOT / top).rglob("*.py"))
+    named = ((file.relative_to(ROOT).with_suffix("").parts, file) for file in files)
+    return [(".".join(parts).removesuffix(".__init__"), file) for parts, file in named]
+
+
+def imported(source: str, module: str, is_package: bool) -> Iterator[str]:
+    """Absolute names of what a module imports at run time, also inside functions, but not under TYPE_CHECKING."""
+
+    def walk(node: ast.AST) -> Iterator[str]:
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            for other in node.orelse:
+                yield from walk(other)
+        elif isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                keep = len(module.split(".")) - node.level + is_package
+                base = ".".join([*module.split(".")[:keep], *([base] if base else [])])
+            # `from mhc import config` imports mhc.config; a name that is no module changes no floor.
+            yield from (f"{base}.{alias.name}" for alias in node.names)
+        else:
+            for child in ast.iter_child_nodes(node):
+                yield from walk(child)
+
+    return walk(ast.parse(source))
+
+
+def violations(source: str, module: str, is_package: bool = False) -> list[str]:
+    """What a module imports although it must not, as `module imports name: why`."""
+    own = floor(module)
+    assert own is not None, f"{module} has no floor in tests/test_floors.py"
+    found = []
+    for name in imported(source, module, is_package):
+        top = name.split(".")[0]
+        theirs = _known_floor(name)
+        if theirs is not None and theirs > own:
+            found.append(f"{module} imports {name}: floor {theirs} is above floor {own}")
+        if module.startswith(LIBRARY) and theirs is None and top not in LIBRARY_NEEDS | sys.stdlib_module_names:
+            found.append(f"{module} imports {name}: it may need only jax, flax and the standard library")
+        if module.startswith(LIBRARY) and theirs is not None and not name.startswith(LIBRARY):
+            found.append(f"{module} imports {name}: it must work without the rest of the project")
+    return found
+
+
+def _known_floor(name: str) -> int | None:
+    # `from mhc import x` may name an attribute of the package rather than a module.
+    file = ROOT.joinpath(*name.split("."))
+    is_module = file.with_suffix(".py").exists() or file.is_dir()
+    return floor(name if is_module or "." not in name else name.rpartition(".")[0])
+
+
+@pytest.mark.parametrize(("module", "file"), modules(), ids=lambda value: value if isinstance(value, str) else "")
+def test_no_import_climbs_a_floor(module: str, file: Path) -> None:
+    assert not violations(file.read_text("utf-8"), module, file.name == "__init__.py")
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("mhc.model.decoder", "from mhc.train import step"),
+        ("mhc.model.decoder", "def f():\n    import mhc.train.run"),
+        ("mhc.model.decoder", "from ..train import run"),
+        ("mhc.residual.plain", "import grain"),
+        ("mhc.residual.plain", "from mhc.errors import UserError"),
+        ("mhc.residual.functional", "from mhc.residual import registry"),
+        ("mhc.data.packing", "import eval.compare"),
+    ],
+)
+def test_a_climbing_import_is_seen(module: str, source: str) -> None:
+    assert violations(source, module)
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("mhc.train.run", "from mhc.model import decoder\nimport grain"),
+        ("mhc.residual.plain", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import jaxtyping"),
+        ("mhc.residual.plain", "import jax.numpy as jnp\nfrom flax import nnx\nimport functools"),
+        ("mhc.residual.plain", "from . import functional"),
+    ],
+)
+def test_an_import_of_a_room_below_is_fine(module: str, source: str) -> None:
+    assert not violations(source, module)
