@@ -1,0 +1,1 @@
+"""Data: sources, tokenisers, packing, and the pipeline that turns them into batches."""

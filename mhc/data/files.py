@@ -1,0 +1,425 @@
+"""Sources over the user's own files: ``text:<glob>`` and ``tokens:<glob>``.
+
+Documents. In a ``.jsonl`` file a line is a document. Any other text file is one document, and so is a token file unless
+``data.end_token`` cuts it; but what is longer than a block is cut into blocks, each a document of its own, since a
+corpus of one or of few files could otherwise be neither shuffled nor held out. A block has at least 16 sequences, and
+between 1/1024 of the corpus and 64 KiB (32 Ki tokens) where that allows it; text is cut at the end of a paragraph, or
+else of a line.
+
+Held out. With ``2 / data.holdout`` files or more, whole files are held out, by a hash of their path below the glob's
+fixed part; with fewer, documents are, by a hash of that path and their number. Moving the corpus keeps the split.
+
+Files are read once from end to end before training, to find the documents and what is wrong with them. Beyond 64 MiB
+the result is kept in the cache directory; ``.gz`` files are unpacked there, since they cannot be read at random.
+"""
+
+from __future__ import annotations
+
+import array
+import dataclasses
+import functools
+import glob
+import gzip
+import hashlib
+import json
+import math
+import mmap
+import os
+import shutil
+import tempfile
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mhc.config import DataConfig
+from mhc.errors import UserError
+
+_NOT_TEXT = (".json", ".parquet", ".arrow", ".npy", ".npz", ".bin", ".zip", ".zst", ".xz", ".bz2", ".tar")
+_CACHED_FROM = 64 << 20  # bytes
+_INDEX_FORMAT = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class _Index:
+    """Where the documents of a corpus are."""
+
+    file: np.ndarray  # int32[n]: index into the files
+    start: np.ndarray  # int64[n]: first byte (text) or token (tokens)
+    stop: np.ndarray  # int64[n]
+    number: np.ndarray  # int64[n]: line of a jsonl file, from 1; otherwise number within the file, from 0
+
+
+class _Files:
+    """What both kinds share: the list of files, the index, the split."""
+
+    kind = ""
+    unit = ""
+
+    def __init__(self, data: DataConfig, pattern: str, split: str, whole: bool):
+        """Args: the pattern behind the colon; ``whole``: ignore the split and take every document."""
+        self._data = data
+        self.label = f"{self.kind}:{pattern}"
+        self._paths, self._names = _match(self.kind, pattern)
+        self._plain = [self._unpack(path) for path in self._paths]
+        sizes = [path.stat().st_size for path in self._plain]
+        index = self._load_index(sizes)
+        if not len(index.start):
+            raise UserError(f"{self.label} is empty: {len(self._paths)} file(s) without any {self.unit}")
+        if not whole:
+            index = _take_split(index, self._names, data.holdout, split, self.label)
+        self._index = index
+        described = [self.label.partition(":")[0], split, whole, self._names, sizes, *self._settings(sizes)]
+        self.fingerprint = hashlib.sha256(json.dumps(described).encode()).hexdigest()[:16]
+
+    def __len__(self) -> int:
+        return len(self._index.start)
+
+    def _settings(self, sizes: list[int]) -> list[Any]:
+        """What besides the files decides the index."""
+        raise NotImplementedError
+
+    def _unpack(self, path: Path) -> Path:
+        return path
+
+    def _scan(self, file: int, block: int) -> Iterator[tuple[int, int, int]]:
+        """(start, stop, number) of each document of a file; raises UserError for what is wrong with it."""
+        raise NotImplementedError
+
+    def _block(self, sizes: list[int]) -> int:
+        raise NotImplementedError
+
+    def _load_index(self, sizes: list[int]) -> _Index:
+        total = sum(sizes)
+        described = [
+            _INDEX_FORMAT,
+            self.kind,
+            [(str(path), size, path.stat().st_mtime_ns) for path, size in zip(self._plain, sizes, strict=True)],
+            self._settings(sizes),
+        ]
+        key = hashlib.sha256(json.dumps(described).encode()).hexdigest()[:24]
+        kept = cache_directory(self._data) / "index" / f"{key}.npz"
+        if total >= _CACHED_FROM and kept.exists():
+            with np.load(kept) as arrays:
+                return _Index(**{field.name: arrays[field.name] for field in dataclasses.fields(_Index)})
+        block = self._block(sizes)
+        flat = array.array("q")  # 32 bytes a document, where a list of tuples takes ten times that
+        for file in range(len(self._plain)):
+            for document in self._scan(file, block) if sizes[file] else ():
+                flat.extend((file, *document))
+        table = np.array(flat, np.int64).reshape(-1, 4)
+        index = _Index(table[:, 0].astype(np.int32), table[:, 1], table[:, 2], table[:, 3])
+        if total >= _CACHED_FROM:
+            with _replacing(kept) as temporary, open(temporary, "wb") as output:
+                np.savez(output, **dataclasses.asdict(index))
+        return index
+
+
+class TextFiles(_Files):
+    """``text:<glob>``: plain text, or ``.jsonl`` with ``data.field``; each also as ``.gz``.
+
+    ``source[i]`` is the UTF-8 bytes of document i.
+
+    Raises UserError (at opening) for a pattern that matches nothing, an unreadable file or gzip stream, bytes that are
+    not UTF-8, a jsonl line that is not an object with the field, and a corpus without text.
+    """
+
+    kind = "text"
+    unit = "text"
+
+    def __getitem__(self, index: int) -> bytes:
+        file, start, stop = (int(column[index]) for column in (self._index.file, self._index.start, self._index.stop))
+        with open(self._plain[file], "rb") as handle:
+            handle.seek(start)
+            content = handle.read(stop - start)
+        if not self._is_lines(file):
+            return content
+        return self._text_of_line(file, int(self._index.number[index]), content).encode()
+
+    def name(self, index: int) -> str:
+        """File and line (jsonl) or file and bytes."""
+        file = int(self._index.file[index])
+        if self._is_lines(file):
+            return f"{self._paths[file]}, line {self._index.number[index]}"
+        return f"{self._paths[file]}, bytes {self._index.start[index]}–{self._index.stop[index]}"
+
+    def _is_lines(self, file: int) -> bool:
+        return self._names[file].removesuffix(".gz").endswith(".jsonl")
+
+    def _settings(self, sizes: list[int]) -> list[Any]:
+        return [self._data.field, self._block(sizes)]
+
+    def _block(self, sizes: list[int]) -> int:
+        return _block_size(sum(sizes), self._data.sequence_length, 64 << 10)
+
+    def _unpack(self, path: Path) -> Path:
+        if path.name.removesuffix(".gz").endswith(_NOT_TEXT):
+            raise UserError(f"{path} is not a text file; text: reads plain text and .jsonl, each also as .gz")
+        if path.suffix != ".gz":
+            return path
+        state = path.stat()
+        key = hashlib.sha256(json.dumps([str(path.resolve()), state.st_size, state.st_mtime_ns]).encode()).hexdigest()
+        plain = cache_directory(self._data) / "unpacked" / key[:24]
+        if not plain.exists():
+            try:
+                with _replacing(plain) as temporary, gzip.open(path) as packed, open(temporary, "wb") as file:
+                    shutil.copyfileobj(packed, file, 1 << 20)
+            except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+                raise UserError(f"{path} is not a readable gzip file: {error}") from None
+        return plain
+
+    def _scan(self, file: int, block: int) -> Iterator[tuple[int, int, int]]:
+        with (
+            open(self._plain[file], "rb") as handle,
+            mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_READ) as content,
+        ):
+            if self._is_lines(file):
+                yield from self._scan_lines(file, content)
+            else:
+                yield from self._scan_blocks(file, content, block)
+
+    def _scan_lines(self, file: int, content: mmap.mmap) -> Iterator[tuple[int, int, int]]:
+        start = number = 0
+        while start < len(content):
+            stop = content.find(b"\n", start)
+            stop = len(content) if stop < 0 else stop
+            number += 1
+            line = content[start:stop]
+            if not line.isspace() and line:
+                text = self._text_of_line(file, number, line, start)
+                if text and not text.isspace():
+                    yield start, stop, number
+            start = stop + 1
+
+    def _text_of_line(self, file: int, number: int, line: bytes, start: int = 0) -> str:
+        place = f"{self._paths[file]}, line {number}"
+        try:
+            value = json.loads(line.decode())
+        except UnicodeDecodeError as error:
+            raise UserError(f"{place}: not UTF-8 at byte {start + error.start} of the file") from None
+        except ValueError as error:
+            raise UserError(f"{place}: not JSON: {error}") from None
+        if not isinstance(value, dict):
+            raise UserError(f"{place}: not a JSON object but {type(value).__name__}")
+        if self._data.field not in value:
+            has = ", ".join(repr(key) for key in list(value)[:8]) or "none"
+            raise UserError(f"{place}: no field {self._data.field!r} (data.field); the line's fields: {has}")
+        text = value[self._data.field]
+        if not isinstance(text, str):
+            raise UserError(f"{place}: field {self._data.field!r} is not a string but {type(text).__name__}")
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            raise UserError(f"{place}: field {self._data.field!r} has an unpaired surrogate: not UTF-8") from None
+        return text
+
+    def _scan_blocks(self, file: int, content: mmap.mmap, block: int) -> Iterator[tuple[int, int, int]]:
+        start = number = 0
+        while start < len(content):
+            stop = _cut(content, start, block)
+            piece = content[start:stop]
+            try:
+                text = piece.decode()
+            except UnicodeDecodeError as error:
+                place = f"{self._paths[file]}, byte {start + error.start}"
+                raise UserError(f"{place}: not UTF-8 ({piece[error.start]:#04x}: {error.reason})") from None
+            if not text.isspace():
+                yield start, stop, number
+                number += 1
+            start = stop
+
+
+class TokenFiles(_Files):
+    """``tokens:<glob>``: ``.npy`` files (one axis, any integer type), or raw ``.bin`` files of ``data.token_dtype``.
+
+    ``source[i]`` is document i: int64[n] ids, without the ``data.end_token`` that ends it. Files are memory-mapped.
+
+    Raises UserError (at opening) for a pattern that matches nothing, a file that is no such array, a ``.bin`` file
+    whose size is no multiple of the item, and a corpus without tokens.
+    """
+
+    kind = "tokens"
+    unit = "token"
+
+    def __getitem__(self, index: int) -> np.ndarray:
+        file, start, stop = (int(column[index]) for column in (self._index.file, self._index.start, self._index.stop))
+        return np.asarray(self._array(file)[start:stop], np.int64)
+
+    def name(self, index: int) -> str:
+        """File and tokens."""
+        return (
+            f"{self._paths[int(self._index.file[index])]}, tokens {self._index.start[index]}–{self._index.stop[index]}"
+        )
+
+    def check_vocabulary(self, size: int) -> None:
+        """Raises UserError for the first id that is not in 0 ≤ id < size, whatever its split."""
+        for file, path in enumerate(self._plain):
+            if not path.stat().st_size:
+                continue
+            tokens = self._array(file)
+            for start in range(0, len(tokens), 1 << 24):
+                chunk = tokens[start : start + (1 << 24)]
+                if len(chunk) and (int(chunk.max()) >= size or int(chunk.min()) < 0):
+                    place = int(np.flatnonzero((chunk >= size) | (chunk < 0))[0])
+                    raise UserError(
+                        f"{path}, token {start + place}: id {int(chunk[place])} is not below the vocabulary's {size} "
+                        f"(data.tokenizer={self._data.tokenizer})"
+                    )
+
+    def _array(self, file: int) -> np.ndarray:
+        return _open_tokens(self._plain[file], self._data.token_dtype)
+
+    def _settings(self, sizes: list[int]) -> list[Any]:
+        return [self._data.end_token, self._data.token_dtype, self._block(sizes)]
+
+    def _block(self, sizes: list[int]) -> int:
+        item = 2  # only an estimate of the corpus' tokens, as the block is one of their number
+        return _block_size(sum(sizes) // item, self._data.sequence_length, 32 << 10)
+
+    def _scan(self, file: int, block: int) -> Iterator[tuple[int, int, int]]:
+        tokens, end = self._array(file), self._data.end_token
+        if end is None:
+            pieces = max(1, len(tokens) // block)
+            bounds = [len(tokens) * piece // pieces for piece in range(pieces + 1)]
+            yield from ((bounds[piece], bounds[piece + 1], piece) for piece in range(pieces) if len(tokens))
+            return
+        start = number = 0
+        for base in range(0, len(tokens), 1 << 24):
+            for stop in (base + np.flatnonzero(tokens[base : base + (1 << 24)] == end)).tolist():
+                if stop > start:
+                    yield start, stop, number
+                    number += 1
+                start = stop + 1
+        if start < len(tokens):
+            yield start, len(tokens), number
+
+
+def cache_directory(data: DataConfig) -> Path:
+    """``data.cache_dir``, else ``$MHC_CACHE``, else ``~/.cache/mhc``; not created."""
+    return Path(data.cache_dir or os.environ.get("MHC_CACHE") or "~/.cache/mhc").expanduser()
+
+
+class _replacing:
+    """A temporary file beside ``path`` that takes its place when the block ends well: readers never see half a file."""
+
+    def __init__(self, path: Path):
+        self._path = path
+
+    def __enter__(self) -> str:
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            handle, self._temporary = tempfile.mkstemp(dir=self._path.parent, prefix=".part-")
+        except OSError as error:
+            raise UserError(f"data.cache_dir: cannot write to {self._path.parent}: {error.strerror}") from None
+        os.close(handle)
+        return self._temporary
+
+    def __exit__(self, kind: Any, *_: Any) -> None:
+        if kind is None:
+            os.replace(self._temporary, self._path)
+        else:
+            os.unlink(self._temporary)
+
+
+def _match(kind: str, pattern: str) -> tuple[list[Path], list[str]]:
+    """The files that a pattern matches, sorted, and their paths below the pattern's fixed part."""
+    if not pattern:
+        raise UserError(f"data.source: {kind}: needs a path or a glob pattern behind the colon")
+    expanded = os.path.expanduser(pattern)
+    fixed = expanded
+    while glob.has_magic(fixed):
+        fixed = os.path.dirname(fixed)
+    base = fixed if fixed != expanded else os.path.dirname(fixed)
+    paths = [expanded] if os.path.exists(expanded) else sorted(glob.glob(expanded, recursive=True))
+    files = [Path(path) for path in paths if os.path.isfile(path)]
+    if not files:
+        if os.path.isdir(expanded):
+            raise UserError(
+                f"{kind}:{pattern} is a directory; name its files, as in {kind}:{pattern.rstrip('/')}/**/*.txt"
+            )
+        raise UserError(f"{kind}:{pattern} matches no file")
+    for path in files:
+        if not os.access(path, os.R_OK):
+            raise UserError(f"{path} cannot be read: permission denied")
+    return files, [os.path.relpath(path, base or ".") for path in files]
+
+
+def _block_size(total: int, sequence_length: int, usual: int) -> int:
+    """Bytes or tokens of a block, see the module's docstring."""
+    return max(16 * sequence_length, min(total // 1024, usual))
+
+
+def _cut(content: mmap.mmap, start: int, block: int) -> int:
+    """Where the block that opens at ``start`` ends: after a paragraph, a line, or at worst a character."""
+    if len(content) - start <= block + block // 2:
+        return len(content)
+    stop = start + block
+    for mark in (b"\n\n", b"\n"):
+        found = content.rfind(mark, start + block // 2, stop)
+        if found >= 0:
+            return found + len(mark)
+    for place in range(stop, stop - 4, -1):
+        if content[place] & 0xC0 != 0x80:
+            return place
+    return stop
+
+
+@functools.lru_cache(maxsize=64)  # a map holds a file descriptor, of which a process has about a thousand
+def _open_tokens(path: Path, token_dtype: str) -> np.ndarray:
+    if path.suffix == ".npy":
+        try:
+            tokens = np.load(path, mmap_mode="r", allow_pickle=False)
+        except (ValueError, OSError, EOFError) as error:
+            raise UserError(f"{path} is not a readable .npy file: {str(error).splitlines()[0]}") from None
+        if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
+            raise UserError(f"{path}: wanted one axis of integers, found shape {tokens.shape} of {tokens.dtype}")
+        return tokens
+    if path.suffix != ".bin":
+        raise UserError(f"{path}: tokens: reads .npy and .bin files, not {path.suffix or 'files without an ending'}")
+    allowed = ("uint8", "uint16", "uint32", "int32", "int64")
+    if token_dtype not in allowed:
+        raise UserError(f"data.token_dtype: {token_dtype!r} is not one of {', '.join(allowed)}")
+    item, size = np.dtype(token_dtype).itemsize, path.stat().st_size
+    if size % item:
+        raise UserError(f"{path}: {size} bytes are no multiple of the {item} of data.token_dtype={token_dtype}")
+    return np.memmap(path, token_dtype, mode="r")
+
+
+def _take_split(index: _Index, names: list[str], holdout: float, split: str, label: str) -> _Index:
+    """The documents of a split; each split has at least one, or UserError."""
+    seeds = np.array([_hash(name) for name in names], np.uint64)
+    by_file = holdout > 0 and len(np.unique(index.file)) >= math.ceil(2 / holdout)
+    score = seeds[index.file]
+    if not by_file:
+        score = _mix(score + index.number.astype(np.uint64))
+    held = score < np.uint64(holdout * 2**64) if holdout < 1 else np.ones(len(score), bool)
+    if holdout > 0 and not held.any():
+        held = score == score.min()
+    wanted = held if split == "validation" else ~held
+    if not wanted.any():
+        raise UserError(
+            f"{label}: nothing is left for {split} of {len(score)} document(s) at data.holdout={holdout}; "
+            "change data.holdout or name another corpus in data.validation"
+        )
+    return _Index(index.file[wanted], index.start[wanted], index.stop[wanted], index.number[wanted])
+
+
+def hold_out(count: int, holdout: float, name: str) -> np.ndarray:
+    """bool[count]: which of ``count`` numbered documents of a corpus are held out, by hash."""
+    score = _mix(np.uint64(_hash(name)) + np.arange(count, dtype=np.uint64))
+    return score < np.uint64(holdout * 2**64)
+
+
+def _hash(text: str) -> int:
+    return int.from_bytes(hashlib.blake2b(text.encode("utf-8", "surrogateescape"), digest_size=8).digest(), "big")
+
+
+def _mix(value: np.ndarray) -> np.ndarray:
+    """The splitmix64 finaliser: neighbouring numbers to unrelated ones, uint64 to uint64."""
+    with np.errstate(over="ignore"):
+        value = value + np.uint64(0x9E3779B97F4A7C15)
+        value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        value = (value ^ (value >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        return value ^ (value >> np.uint64(31))

@@ -1,0 +1,292 @@
+"""The input pipeline: source → shuffle → repeat → tokenise → pack → batch, on grain.
+
+Order. The documents of the training split are shuffled anew each epoch, and the epochs follow one another without end:
+one global order. Row r of a batch of B rows is a stream of its own over the positions r, r + B, r + 2B, … of that
+order. The batches therefore depend on the seed and on B, and on nothing else: a process of P takes the rows
+``[p·B/P, (p + 1)·B/P)`` of the same global batch, and a saved state can be restored by another number of processes.
+
+State. Two integers a row: the position of its document, and the pairs already taken from it (see `mhc.data.packing`).
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import grain
+import numpy as np
+
+from mhc.config import DataConfig
+from mhc.data.files import TokenFiles
+from mhc.data.packing import Batch, Document, DocumentStream, empty_batch, fill_row
+from mhc.data.sources import Source, Split, open_source
+from mhc.data.tokenizers import Tokenizer
+from mhc.errors import UserError
+
+_STATE_FORMAT = 1
+
+
+class TrainIterator:
+    """Endless batches with a state; make it with `train_iterator`.
+
+    ``close()`` ends the thread that prepares batches; it may be called again, and is at exit if it was not before.
+    """
+
+    def __init__(
+        self,
+        data: DataConfig,
+        tokenizer: Tokenizer,
+        *,
+        batch_size: int,
+        seed: int,
+        process_index: int,
+        process_count: int,
+    ):
+        rows = process_rows(batch_size, process_index, process_count)
+        source = open_corpus(data, tokenizer, "train")
+        self._identity = {
+            "format": _STATE_FORMAT,
+            "batch_size": batch_size,
+            "seed": seed,
+            "corpus": source.fingerprint,
+            "tokenizer": tokenizer.content_hash,
+        }
+        self._rows = rows
+        # grain adds the epoch to the seed: without a hash, seed 1 would begin with the second epoch of seed 0
+        order_seed = int(np.random.SeedSequence(seed).generate_state(1)[0])
+        order = grain.MapDataset.source(source).shuffle(seed=order_seed).repeat().map(_Encode(tokenizer))
+        packed = _PackedDataset(order, rows, batch_size, data.sequence_length)
+        # In a list, so that closing can let go of it: grain's iterators close themselves when they are deleted, which
+        # at the interpreter's exit is too late (their modules are gone, and a traceback lands on stderr).
+        self._held: list[grain.DatasetIterator] = [
+            iter(grain.experimental.ThreadPrefetchIterDataset(packed, prefetch_buffer_size=data.prefetch))
+        ]
+        self.close = weakref.finalize(self, _close, self._held)
+
+    def __iter__(self) -> TrainIterator:
+        return self
+
+    def __next__(self) -> Batch:
+        """The next batch: this process' rows. Raises UserError when the source finds a document that it cannot read."""
+        return next(self._batches)
+
+    def get_state(self) -> dict[str, Any]:
+        """What the batches handed out so far have consumed, for JSON; batches prepared ahead do not count."""
+        state = self._batches.get_state()
+        return {
+            **self._identity,
+            "rows": [self._rows.start, self._rows.stop],
+            "position": state["position"].tolist(),
+            "offset": state["offset"].tolist(),
+        }
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Continues after the batch at which ``state`` was taken, by a process or by `merge_states` of all of them.
+
+        Raises UserError when the state belongs to another batch size, seed, corpus or tokeniser, or lacks rows of this
+        process.
+        """
+        for key, ours in self._identity.items():
+            if state.get(key) != ours:
+                raise UserError(f"the data position was saved with {key}={state.get(key)}, this run has {key}={ours}")
+        start, stop = state["rows"]
+        if not start <= self._rows.start <= self._rows.stop <= stop:
+            raise UserError(
+                f"the data position has rows {start}–{stop} of the batch, this process needs "
+                f"{self._rows.start}–{self._rows.stop}; merge the states of all processes"
+            )
+        mine = slice(self._rows.start - start, self._rows.stop - start)
+        self._batches.set_state(
+            {
+                "position": np.asarray(state["position"][mine], np.int64),
+                "offset": np.asarray(state["offset"][mine], np.int64),
+            }
+        )
+
+    @property
+    def _batches(self) -> grain.DatasetIterator:
+        if not self._held:
+            raise ValueError("the iterator is closed")
+        return self._held[0]
+
+
+def train_iterator(
+    data: DataConfig,
+    tokenizer: Tokenizer,
+    *,
+    batch_size: int,
+    seed: int,
+    process_index: int = 0,
+    process_count: int = 1,
+) -> TrainIterator:
+    """Training batches of ``batch_size / process_count`` rows of ``data.sequence_length`` tokens.
+
+    Every weight is 1: training has no padding. Raises UserError for a corpus that cannot be read, is empty or shorter
+    than a sequence, ids outside the vocabulary, and a batch that the processes cannot share evenly.
+    """
+    return TrainIterator(
+        data, tokenizer, batch_size=batch_size, seed=seed, process_index=process_index, process_count=process_count
+    )
+
+
+def merge_states(states: list[dict[str, Any]]) -> dict[str, Any]:
+    """The state of the whole batch from those of all processes, in any order; raises ValueError if rows are missing."""
+    ordered = sorted(states, key=lambda state: state["rows"][0])
+    for before, after in itertools.pairwise(ordered):
+        if before["rows"][1] != after["rows"][0]:
+            raise ValueError(f"rows {before['rows']} and {after['rows']} do not adjoin")
+    return {
+        **ordered[0],
+        "rows": [ordered[0]["rows"][0], ordered[-1]["rows"][1]],
+        "position": [position for state in ordered for position in state["position"]],
+        "offset": [offset for state in ordered for offset in state["offset"]],
+    }
+
+
+class ValidationBatches:
+    """The fixed validation set, iterable again and again; make it with `validation_batches`."""
+
+    def __init__(self, source: Source, tokenizer: Tokenizer, length: int, batch_size: int, rows: range, batches: int):
+        self._source = source
+        self._encode = _Encode(tokenizer)
+        self._length = length
+        self._batch_size = batch_size
+        self._rows = rows
+        self._limit = batches
+
+    def __iter__(self) -> Iterator[Batch]:
+        stream = DocumentStream(lambda index: self._encode.map(self._source[index]), 0, 1, end=len(self._source))
+        made = 0
+        while not self._limit or made < self._limit:
+            batch = empty_batch(self._batch_size, self._length)
+            filled = 0
+            while filled < self._batch_size and fill_row(batch, filled, stream):
+                filled += 1
+            if not filled:
+                return
+            made += 1
+            yield {name: array[self._rows.start : self._rows.stop] for name, array in batch.items()}
+            if filled < self._batch_size:
+                return
+
+
+def validation_batches(
+    data: DataConfig,
+    tokenizer: Tokenizer,
+    *,
+    batch_size: int,
+    batches: int,
+    process_index: int = 0,
+    process_count: int = 1,
+) -> ValidationBatches:
+    """The validation split, documents in order, every token but bos a target exactly once.
+
+    ``batches`` is how many at most, 0 for the whole split. The last one is padded with rows and places of weight 0, so
+    that all have ``batch_size / process_count`` rows, on every process as many. Raises UserError as `train_iterator`,
+    but a split shorter than a sequence is no error.
+    """
+    rows = process_rows(batch_size, process_index, process_count)
+    source = open_corpus(data, tokenizer, "validation")
+    return ValidationBatches(source, tokenizer, data.sequence_length, batch_size, rows, batches)
+
+
+def process_rows(batch_size: int, process_index: int, process_count: int) -> range:
+    """The rows of a global batch that a process holds; raises UserError when they cannot be shared evenly."""
+    if batch_size < 1 or batch_size % process_count:
+        raise UserError(f"train.batch_size: {batch_size} rows cannot be shared evenly by {process_count} process(es)")
+    share = batch_size // process_count
+    return range(process_index * share, (process_index + 1) * share)
+
+
+def open_corpus(data: DataConfig, tokenizer: Tokenizer, split: Split) -> Source:
+    """`open_source`, checked against the tokeniser and the sequence length.
+
+    Raises UserError for ids outside the vocabulary and for a training split shorter than a sequence.
+    """
+    source = open_source(data, split)
+    if isinstance(source, TokenFiles):
+        source.check_vocabulary(tokenizer.vocab_size)
+    if split == "train":
+        encode = _Encode(tokenizer)
+        pairs = 0
+        for index in range(len(source)):  # ends with the first document, as a rule
+            pairs += len(encode.map(source[index]).target_bytes)
+            if pairs >= data.sequence_length:
+                return source
+        raise UserError(
+            f"{source.label}: {pairs} tokens in its {len(source)} training document(s), "
+            f"fewer than one sequence (data.sequence_length={data.sequence_length})"
+        )
+    return source
+
+
+def _close(held: list[grain.DatasetIterator]) -> None:
+    while held:
+        held.pop().close()
+
+
+class _Encode(grain.transforms.Map):
+    """Text or ids to a `Document`."""
+
+    def __init__(self, tokenizer: Tokenizer):
+        self._tokenizer = tokenizer
+
+    def map(self, document: bytes | np.ndarray) -> Document:
+        tokenizer = self._tokenizer
+        rest = 0  # text that a tokeniser turned into no id at all: counted at eos, so that documents' bytes add up
+        if isinstance(document, bytes):
+            ids, lengths = tokenizer.encode_with_bytes(document)
+            rest = len(document) - int(lengths.sum())
+        else:
+            ids = document
+            lengths = tokenizer.byte_lengths[ids]
+        tokens = np.empty(len(ids) + 2, np.int32)
+        tokens[0], tokens[1:-1], tokens[-1] = tokenizer.bos_id, ids, tokenizer.eos_id
+        target_bytes = np.empty(len(ids) + 1, np.int32)
+        target_bytes[:-1], target_bytes[-1] = lengths, rest
+        return Document(tokens, target_bytes)
+
+
+class _PackedDataset(grain.IterDataset):
+    """Batches of packed rows over an endless order of documents."""
+
+    def __init__(self, order: grain.MapDataset, rows: range, batch_size: int, length: int):
+        super().__init__(order)
+        self._order = order
+        self._rows = rows
+        self._batch_size = batch_size
+        self._length = length
+
+    def __iter__(self) -> _PackedIterator:
+        return _PackedIterator(self._order, self._rows, self._batch_size, self._length)
+
+
+class _PackedIterator(grain.DatasetIterator):
+    """Its state: the arrays ``position`` and ``offset``, int64[rows] each."""
+
+    def __init__(self, order: grain.MapDataset, rows: range, batch_size: int, length: int):
+        super().__init__()
+        self._order = order
+        self._batch_size = batch_size
+        self._length = length
+        self._streams = [DocumentStream(order.__getitem__, row, batch_size) for row in rows]
+
+    def __next__(self) -> Batch:
+        batch = empty_batch(len(self._streams), self._length)
+        for row, stream in enumerate(self._streams):
+            fill_row(batch, row, stream)
+        return batch
+
+    def get_state(self) -> dict[str, Any]:
+        return {
+            "position": np.array([stream.position for stream in self._streams], np.int64),
+            "offset": np.array([stream.offset for stream in self._streams], np.int64),
+        }
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        self._streams = [
+            DocumentStream(self._order.__getitem__, int(position), self._batch_size, int(offset))
+            for position, offset in zip(state["position"], state["offset"], strict=True)
+        ]

@@ -1,0 +1,180 @@
+"""Sources of documents, by the name that ``data.source`` gives: stdlib, tfds:<name>, text:<glob>, tokens:<glob>.
+
+A source is one split of a corpus with random access. Its documents are UTF-8 text (bytes) or, for ``tokens:``, ids.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import numpy as np
+
+from mhc.config import DataConfig
+from mhc.data import stdlib, tokenizers
+from mhc.data.files import TextFiles, TokenFiles, cache_directory, hold_out
+from mhc.errors import UserError
+
+Split = Literal["train", "validation"]
+_KINDS = ("stdlib", "tfds:<name>", "text:<glob>", "tokens:<glob>")
+
+
+class Source(Protocol):
+    """Documents of one split, at least one."""
+
+    label: str  # how the user named the corpus
+    fingerprint: str  # hex: equal when the documents and their order are (names and sizes stand for contents)
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> bytes | np.ndarray:
+        """UTF-8 text, or int64[n] ids."""
+        ...
+
+    def name(self, index: int) -> str:
+        """File and place, for messages."""
+        ...
+
+
+def open_source(data: DataConfig, split: Split) -> Source:
+    """A split of the corpus that ``data`` describes.
+
+    ``train`` is that split of ``data.source``. ``validation`` is ``data.validation`` when that names another corpus:
+    all of it for text: and tokens:, its validation split for stdlib and tfds:. Otherwise it is what ``data.source``
+    holds out: its own validation split (TFDS: ``validation``, else ``test``), or a share of ``data.holdout`` of it.
+
+    Raises UserError for an unknown source, and for everything that is wrong with the corpus.
+    """
+    apart = data.validation is not None and data.validation != data.source
+    field = "data.source"
+    spec = data.source
+    if split == "validation" and apart:
+        assert data.validation is not None
+        field, spec = "data.validation", data.validation
+    kind, _, rest = spec.partition(":")
+    if spec == "stdlib":
+        return _Tfds(stdlib.prepare(cache_directory(data)), "text", split, "stdlib", data.holdout, whole=False)
+    if kind == "tfds" and rest:
+        return _open_tfds(data, rest, split, whole=apart)
+    if kind == "text" and rest:
+        return TextFiles(data, rest, split, whole=apart)
+    if kind == "tokens" and rest:
+        return TokenFiles(data, rest, split, whole=apart)
+    raise UserError(f"{field}: {spec!r} is no source; allowed: {', '.join(_KINDS)}{_hint(spec, kind, rest)}")
+
+
+def documents(data: DataConfig, split: Split) -> Iterator[bytes]:
+    """The raw text of a split's documents, in order: the bytes that bits per byte are counted over.
+
+    Documents of ``tokens:`` are decoded with ``data.tokenizer``. Raises UserError as `open_source` does.
+    """
+    source = open_source(data, split)
+    tokenizer: tokenizers.Tokenizer | None = None
+    for index in range(len(source)):
+        document = source[index]
+        if not isinstance(document, bytes):
+            tokenizer = tokenizer or tokenizers.load(data.tokenizer)
+            document = tokenizer.decode(document).encode()
+        yield document
+
+
+class _Tfds:
+    """A split of a prepared TFDS dataset; raises UserError where its files or its features do not serve."""
+
+    def __init__(self, folder: Path, field: str, split: Split, label: str, holdout: float, whole: bool):
+        import tensorflow_datasets as tfds
+
+        builder = tfds.builder_from_directory(folder)
+        self.label = label
+        self._field = field
+        features = list(builder.info.features)
+        if field not in features:
+            near = difflib.get_close_matches(field, features, 1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise UserError(f"{label}: no feature {field!r} (data.field) among {', '.join(features)}{hint}")
+        self._split, selected = _tfds_split(list(builder.info.splits), split, label)
+        try:
+            self._examples = builder.as_data_source(split=self._split)
+        except NotImplementedError:
+            raise UserError(
+                f"{label}: prepared at {folder} in a format without random access; "
+                f"prepare it with: tfds build {label.removeprefix('tfds:')} --file_format=array_record"
+            ) from None
+        count = len(self._examples)
+        self._indices = np.arange(count)
+        if not selected and not (whole and split == "validation"):
+            held = hold_out(count, holdout, label) if not whole else np.zeros(count, bool)
+            self._indices = np.flatnonzero(held if split == "validation" else ~held)
+        if not len(self._indices):
+            raise UserError(
+                f"{label}: nothing is left for {split} of {count} document(s) at data.holdout={holdout}; "
+                "change data.holdout or name another corpus in data.validation"
+            )
+        described = [label, folder.name, self._split, field, count, len(self._indices), folder.parts[-3:]]
+        self.fingerprint = hashlib.sha256(json.dumps(described).encode()).hexdigest()[:16]
+
+    def __len__(self) -> int:
+        return len(self._indices)
+
+    def __getitem__(self, index: int) -> bytes:
+        text = self._examples[int(self._indices[index])][self._field]
+        if isinstance(text, str):
+            return text.encode()
+        if not isinstance(text, bytes):
+            raise UserError(f"{self.name(index)}: feature {self._field!r} (data.field) is not text")
+        try:
+            text.decode()
+        except UnicodeDecodeError as error:
+            raise UserError(f"{self.name(index)}: not UTF-8 at byte {error.start}") from None
+        return text
+
+    def name(self, index: int) -> str:
+        return f"{self.label}, split {self._split}, example {self._indices[index]}"
+
+
+def _tfds_split(splits: list[str], wanted: Split, label: str) -> tuple[str, bool]:
+    """The dataset's split to read, and whether it is the wanted one (otherwise documents are held out by hash)."""
+    held = next((name for name in ("validation", "test") if name in splits), None)
+    if wanted == "validation" and held:
+        return held, True
+    if "train" in splits:
+        return "train", held is not None
+    if wanted == "validation" and splits:
+        return splits[0], False
+    raise UserError(f"{label}: no split 'train' among {', '.join(splits) or 'none'}")
+
+
+def _open_tfds(data: DataConfig, name: str, split: Split, whole: bool) -> Source:
+    from tensorflow_datasets.core import read_only_builder
+
+    where = Path(data.cache_dir or os.environ.get("TFDS_DATA_DIR") or "~/tensorflow_datasets").expanduser()
+    try:  # from its files alone: the code that prepared a dataset may need TensorFlow, or lie elsewhere
+        builder = read_only_builder.builder_from_files(name, data_dir=str(where))
+    except Exception as error:  # TFDS has a dozen kinds for "no such dataset, configuration or version"
+        if isinstance(error, OSError) and not isinstance(error, FileNotFoundError):
+            raise
+        prepared = sorted(path.name for path in where.iterdir() if path.is_dir()) if where.is_dir() else []
+        base = name.split("/")[0].split(":")[0]
+        near = [] if base in prepared else difflib.get_close_matches(base, prepared, 1)
+        hint = f"did you mean 'tfds:{near[0]}'? To prepare it" if near else "to prepare it"
+        raise UserError(
+            f"tfds:{name} is not prepared in {where} (has: {', '.join(prepared) or 'nothing'}); {hint}: "
+            f"tfds build {name} --data_dir={where} --file_format=array_record"
+        ) from None
+    return _Tfds(Path(builder.data_path), data.field, split, f"tfds:{name}", data.holdout, whole)
+
+
+def _hint(spec: str, kind: str, rest: str) -> str:
+    if kind in ("tfds", "text", "tokens"):
+        return f"; {kind}: wants a name or a path behind the colon"
+    near: list[Any] = difflib.get_close_matches(kind, ["stdlib", "tfds", "text", "tokens"], 1)
+    if near:
+        return f"; did you mean {near[0] + (':' + rest if rest else '' if near[0] == 'stdlib' else ':')!r}?"
+    if os.path.exists(os.path.expanduser(spec)):
+        return f"; did you mean {'text:' + spec!r}?"
+    return ""
