@@ -37,7 +37,7 @@ class Parser(argparse.ArgumentParser):
         """The long options, for messages."""
         return [option for action in self._actions for option in action.option_strings if option.startswith("--")]
 
-    def parse_args(self, args=None, namespace=None):  # type: ignore[no-untyped-def]  # argparse's own signature
+    def parse_args(self, args=None, namespace=None):
         """As argparse, with the nearest option for an unknown one. Raises UserError."""
         parsed, rest = self.parse_known_args(args, namespace)
         if rest:

@@ -4,8 +4,8 @@ A run is described by an ``ml_collections.ConfigDict`` at the edge (``configs/*.
 ``from_config_dict`` turns it into the dataclasses below. Nothing below that line sees a ``ConfigDict``. ``None`` always
 means "derive it" or "none": the text of the field says which, and ``resolve`` fills in what derives from other fields.
 
-A group checks its fields when it is made, a ``Config`` their combinations: a ``Config`` that exists is valid, also after
-``dataclasses.replace``. Every complaint is a ``UserError`` of one line: field, what was given, what is allowed.
+A group checks its fields when it is made and a ``Config`` their combinations, so that one that exists is valid, also
+after ``dataclasses.replace``. Every complaint is a ``UserError`` of one line: field, what was given, what is allowed.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from __future__ import annotations
 import ast
 import contextlib
 import dataclasses
-import functools
 import itertools
 import json
 import math
@@ -64,11 +63,6 @@ def _field(default: Any, doc: str, **rule: Any) -> Any:
     return dataclasses.field(default=default, metadata={"rule": _Rule(doc, **rule)})
 
 
-@functools.cache
-def _hints(group: Any) -> dict[str, Any]:
-    return typing.get_type_hints(group)
-
-
 # Checks of one field ------------------------------------------------------------------------------------------------
 
 
@@ -90,13 +84,12 @@ def _type_words(hint: Any, rule: _Rule) -> str:
     return words + (" or None" if type(None) in options else "")
 
 
-def _check(group: type[_Group], field: dataclasses.Field[Any], value: Any) -> Any:
+def _check(group: type[_Group], field: dataclasses.Field[Any], hint: Any, value: Any) -> Any:
     """The value of one field, an int turned into a float and a list into a tuple where the type asks for it.
 
     Raises: UserError where the value is of another type, out of range or not among the choices.
     """
     rule: _Rule = field.metadata["rule"]
-    hint = _hints(group)[field.name]
     name = f"{group.group}.{field.name}"
     allowed = _type_words(hint, rule)
     options = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
@@ -142,8 +135,9 @@ class _Group:
         cls.group = group
 
     def __post_init__(self) -> None:
+        hints = typing.get_type_hints(type(self))
         for field in dataclasses.fields(self):  # type: ignore[arg-type]  # every subclass is a dataclass
-            checked = _check(type(self), field, getattr(self, field.name))
+            checked = _check(type(self), field, hints[field.name], getattr(self, field.name))
             object.__setattr__(self, field.name, checked)
 
 
@@ -457,7 +451,7 @@ def _check_batch(config: Config) -> None:
 
 def groups() -> dict[str, type]:
     """The class of every group by its name, in the order of ``Config``."""
-    return {name: typing.cast(type, hint) for name, hint in _hints(Config).items()}
+    return {name: typing.cast(type, hint) for name, hint in typing.get_type_hints(Config).items()}
 
 
 def field_names() -> Iterator[str]:
@@ -471,7 +465,7 @@ def describe(name: str) -> str:
     """What a field means, and what it may hold, in one line. Raises UserError for an unknown name."""
     kind, field = _find(name)
     rule: _Rule = field.metadata["rule"]
-    return f"{rule.doc} [{_type_words(_hints(kind)[field.name], rule)}]"
+    return f"{rule.doc} [{_type_words(typing.get_type_hints(kind)[field.name], rule)}]"
 
 
 def _find(name: str) -> tuple[type[_Group], dataclasses.Field[Any]]:
@@ -497,7 +491,7 @@ def parse_value(name: str, text: str) -> Any:
     Raises: UserError for an unknown field, another type, or a value out of range.
     """
     kind, field = _find(name)
-    hint = _hints(kind)[field.name]
+    hint = typing.get_type_hints(kind)[field.name]
     options = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
     value: Any = text
     if type(None) in options and text == "None":
@@ -508,7 +502,7 @@ def parse_value(name: str, text: str) -> Any:
         # `_check` refuses what is no number in the words of every other refusal.
         with contextlib.suppress(ValueError, SyntaxError):
             value = float(text) if float in options else ast.literal_eval(text)
-    return _check(kind, field, value)
+    return _check(kind, field, hint, value)
 
 
 def from_config_dict(raw: Any) -> Config:

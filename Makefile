@@ -1,0 +1,50 @@
+# Two commands for a newcomer, `make demo` and `make test`; each installs the project into .venv first when it is not there.
+# A Python of your choice: make PYTHON=python3.12 test (only read while .venv does not exist).
+PYTHON ?= python3
+WORKDIR ?= runs/demo
+VENV := .venv
+RUN := $(VENV)/bin/python
+KINDS := plain hc mhc
+
+# Most of the suite's time is compilation: keep compiled programs between runs.
+export JAX_COMPILATION_CACHE_DIR ?= $(CURDIR)/.jax_cache
+export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS ?= 0.5
+
+.PHONY: demo test test-full lint format install
+
+demo: install
+	@for kind in $(KINDS); do \
+	    echo "== $$kind: $(WORKDIR)/$$kind"; \
+	    $(RUN) train.py --config configs/demo.py --config.residual.kind=$$kind --workdir $(WORKDIR)/$$kind || exit $$?; \
+	done
+	@$(RUN) -m eval.compare $(WORKDIR)
+	@echo "Open $(WORKDIR)/report.html in a browser."
+
+test: install
+	$(RUN) -m pytest -m "not slow"
+
+test-full: install
+	$(RUN) -m pytest
+
+lint: install
+	$(RUN) -m ruff check .
+	$(RUN) -m ruff format --check .
+	$(RUN) -m mypy
+
+format: install
+	$(RUN) -m ruff check --fix .
+	$(RUN) -m ruff format .
+
+install: $(VENV)/installed
+
+# ensurepip is a package of its own on some systems; pip can then install a pip into the environment from outside.
+$(RUN):
+	@command -v $(PYTHON) >/dev/null || { echo "error: $(PYTHON) not found: install Python 3.11 or newer, or name one: make PYTHON=python3.12"; exit 2; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "error: $(PYTHON) is $$($(PYTHON) --version 2>&1), needed: 3.11 or newer; name one: make PYTHON=python3.12"; exit 2; }
+	@echo "== Creating $(VENV) with $$($(PYTHON) --version)"
+	@$(PYTHON) -m venv $(VENV) 2>/dev/null || { $(PYTHON) -m venv --without-pip $(VENV) && $(PYTHON) -m pip --python $(RUN) install --quiet pip; } || { rm -rf $(VENV); exit 2; }
+
+$(VENV)/installed: pyproject.toml | $(RUN)
+	@echo "== Installing into $(VENV) (once, some minutes)"
+	@$(RUN) -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	@touch $@
