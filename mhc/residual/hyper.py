@@ -1,0 +1,89 @@
+"""Hyper-Connections (arXiv:2409.19606): N streams mixed by learned, unconstrained maps."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from mhc.residual.streams import StreamConnection, StreamTopology, TokenMaps
+from mhc.rng import PathKey
+
+INITS = ("hc",)
+
+
+class HyperConnectionMaps(StreamConnection):
+    """Static maps b plus, when dynamic, a bounded correction that each stream's normalised content decides.
+
+    Parameters, float32: b_pre [N], b_post [N], b_res [N, N]; dynamic: w_pre [D], w_post [D], w_res [D, N], alpha [3]. Init
+    ``hc``: w = 0, alpha = 0.01, b_pre one-hot at the home stream k mod N, b_post = 1, b_res = I, so that the network is the
+    plain residual network.
+    """
+
+    def __init__(
+        self,
+        k: int | jax.Array,
+        width: int,
+        n: int,
+        *,
+        alpha: float | None = None,
+        dynamic: bool = True,
+        tanh: bool = True,
+        rms_eps: float = 1e-6,
+    ):
+        self.n, self.dynamic, self.tanh, self.rms_eps = n, dynamic, tanh, rms_eps
+        self.b_pre = nnx.Param(jax.nn.one_hot(k % n, n, dtype=jnp.float32))
+        self.b_post = nnx.Param(jnp.ones((n,)))
+        self.b_res = nnx.Param(jnp.eye(n))
+        if dynamic:
+            self.w_pre = nnx.Param(jnp.zeros((width,)))
+            self.w_post = nnx.Param(jnp.zeros((width,)))
+            self.w_res = nnx.Param(jnp.zeros((width, n)))
+            self.alpha = nnx.Param(jnp.full((3,), 0.01 if alpha is None else alpha))
+
+    def token_maps(self, x: jax.Array) -> TokenMaps:
+        lead = x.shape[:-2]
+        wide = [p[...] for p in (self.b_pre, self.b_post, self.b_res)]
+        b_pre, b_post, b_res = (b.reshape(*b.shape, *(1,) * len(lead)) for b in wide)
+        if not self.dynamic:
+            return TokenMaps(*(jnp.broadcast_to(b, (*w.shape, *lead)) for b, w in zip((b_pre, b_post, b_res), wide, strict=True)))
+        # The three projections are one matmul; its row r of stream j is (m_j . w_r), tokens last.
+        w = jnp.concatenate([self.w_pre[...][:, None], self.w_post[...][:, None], self.w_res[...]], axis=1)  # [D, 2+N]
+        xw = x.astype(jnp.promote_types(x.dtype, w.dtype))
+        scale = jax.lax.rsqrt(jnp.mean(xw * xw, axis=-1) + self.rms_eps)  # [..., N]
+        raw = jnp.moveaxis((xw @ w) * scale[..., None], (-1, -2), (0, 1))  # [2+N, N, ...]
+        raw = jnp.tanh(raw) if self.tanh else raw
+        alpha = self.alpha[...]
+        return TokenMaps(alpha[0] * raw[0] + b_pre, alpha[1] * raw[1] + b_post, alpha[2] * raw[2:] + b_res)
+
+
+class HyperConnections(StreamTopology):
+    """``residual.kind=hc``. Options as the config fields of the same names.
+
+    Raises:
+      ValueError: an init preset other than ``hc``, an unknown collapse, or N out of range.
+    """
+
+    def __init__(
+        self,
+        width: int,
+        *,
+        rngs: nnx.Rngs | PathKey | None = None,
+        n: int | None = None,
+        init: str | None = None,
+        alpha: float | None = None,
+        collapse: str | None = None,
+        dynamic: bool = True,
+        tanh: bool = True,
+        rms_eps: float = 1e-6,
+        map_eps: float = 1e-6,
+    ):
+        if init not in (None, *INITS):
+            raise ValueError(f"hc has no init preset {init!r}; allowed: {', '.join(INITS)}")
+        super().__init__(width, 4 if n is None else n, collapse or "sum", rms_eps=rms_eps, map_eps=map_eps, rngs=rngs)
+        self.alpha, self.dynamic, self.tanh, self.rms_eps = alpha, dynamic, tanh, rms_eps
+
+    def connection(self, k: int | jax.Array, *, rngs: nnx.Rngs | PathKey | None = None) -> HyperConnectionMaps:
+        return HyperConnectionMaps(
+            k, self.width, self.n, alpha=self.alpha, dynamic=self.dynamic, tanh=self.tanh, rms_eps=self.rms_eps
+        )

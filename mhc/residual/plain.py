@@ -1,0 +1,55 @@
+"""The plain residual: x' = s x + F(x), one stream."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from mhc.residual.functional import Maps
+from mhc.residual.protocol import Connection, ResidualTopology
+from mhc.rng import PathKey
+
+
+class PlainConnection(Connection):
+    """x' = scale * x + y; its maps are pre = post = 1, res = scale."""
+
+    def __init__(self, scale: float):
+        self.scale = scale
+
+    def read(self, state: jax.Array) -> tuple[jax.Array, Any]:
+        return state, state.shape[:-1]
+
+    def write(self, state: jax.Array, y: jax.Array, context: Any) -> jax.Array:
+        return (state if self.scale == 1.0 else self.scale * state) + y
+
+    def maps(self, context: Any) -> Maps:
+        one = jnp.ones((*context, 1), jnp.float32)
+        return Maps(one, one, self.scale * one[..., None])
+
+
+class PlainResidual(ResidualTopology):
+    """One stream; ``scale`` 0 is the control without a residual.
+
+    Raises:
+      ValueError: ``n`` other than 1.
+    """
+
+    def __init__(self, width: int, *, rngs: nnx.Rngs | PathKey | None = None, n: int | None = None, scale: float = 1.0):
+        if n not in (None, 1):
+            raise ValueError(f"the plain residual has one stream: n must be 1, got {n}")
+        self.n, self.scale = 1, scale
+
+    def expand(self, h: jax.Array) -> jax.Array:
+        return h
+
+    def connection(self, k: int | jax.Array, *, rngs: nnx.Rngs | PathKey | None = None) -> PlainConnection:
+        return PlainConnection(self.scale)
+
+    def collapse(self, state: jax.Array) -> jax.Array:
+        return state
+
+    def streams(self, state: jax.Array) -> jax.Array:
+        return state[..., None, :]

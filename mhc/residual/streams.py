@@ -1,0 +1,100 @@
+"""What the topologies of N streams share: expanding, collapsing, and mixing with per-token maps."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from mhc import kernels
+from mhc.residual import functional
+from mhc.residual.functional import Maps
+from mhc.residual.protocol import Connection, ResidualTopology
+from mhc.rng import PathKey, path_key
+
+COLLAPSES = ("sum", "mean", "head")
+
+
+class TokenMaps(NamedTuple):
+    """Maps tokens last, as the kernels take them: pre [N, ...], post [N, ...], res [N, N, ...] (None: the identity)."""
+
+    pre: jax.Array
+    post: jax.Array
+    res: jax.Array | None
+
+
+class StreamConnection(Connection):
+    """x' = H_res x + H_post^T F(H_pre x) on streams [..., N, D]; a subclass says what the maps are."""
+
+    def token_maps(self, x: jax.Array) -> TokenMaps:
+        """The maps of every token from the streams x [..., N, D], float32 or wider."""
+        raise NotImplementedError
+
+    def read(self, state: jax.Array) -> tuple[jax.Array, TokenMaps]:
+        maps = self.token_maps(state)
+        return kernels.read(state, maps.pre), maps
+
+    def write(self, state: jax.Array, y: jax.Array, context: TokenMaps) -> jax.Array:
+        if context.res is None:
+            return kernels.add(state, y, context.post)
+        return kernels.write(state, y, context.post, context.res)
+
+    def maps(self, context: TokenMaps) -> Maps:
+        pre, post = (jnp.moveaxis(m, 0, -1) for m in (context.pre, context.post))
+        if context.res is None:
+            n = pre.shape[-1]
+            return Maps(pre, post, jnp.broadcast_to(jnp.eye(n, dtype=pre.dtype), (*pre.shape, n)))
+        return Maps(pre, post, jnp.moveaxis(context.res, (0, 1), (-2, -1)))
+
+
+class LearnedCollapse(nnx.Module):
+    """The ``head`` collapse (DeepSeek-V4): fn [N, D, N] normal std 0.02, base [N] 0, scale [1] 1; see ``collapse_head``."""
+
+    def __init__(self, n: int, width: int, *, rms_eps: float, map_eps: float, rngs: nnx.Rngs | PathKey):
+        key = path_key(rngs)
+        self.rms_eps, self.map_eps = rms_eps, map_eps
+        self.fn = nnx.Param(0.02 * jax.random.normal((key / "fn").key, (n, width, n)))
+        self.base = nnx.Param(jnp.zeros((n,)))
+        self.scale = nnx.Param(jnp.ones((1,)))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        n, d = x.shape[-2:]
+        fn = self.fn[...].reshape(n * d, n)
+        return functional.collapse_head(
+            x, fn, self.base[...], self.scale[...], rms_eps=self.rms_eps, map_eps=self.map_eps
+        ).astype(x.dtype)
+
+
+class StreamTopology(ResidualTopology):
+    """N copies of the embedding, mixed by the connections, collapsed once by ``sum``, ``mean`` or the learned ``head``.
+
+    Raises:
+      ValueError: unknown collapse, or N out of range.
+    """
+
+    def __init__(
+        self, width: int, n: int, collapse: str, *, rms_eps: float, map_eps: float, rngs: nnx.Rngs | PathKey | None
+    ):
+        if collapse not in COLLAPSES:
+            raise ValueError(f"unknown collapse {collapse!r}; allowed: {', '.join(COLLAPSES)}")
+        if not 1 <= n <= 8:
+            raise ValueError(f"n must be from 1 to 8, got {n}")
+        self.width, self.n, self.mode = width, n, collapse
+        if collapse == "head":
+            if rngs is None:
+                raise ValueError("the head collapse has parameters and needs rngs")
+            self.head = LearnedCollapse(n, width, rms_eps=rms_eps, map_eps=map_eps, rngs=path_key(rngs) / "head")
+
+    def expand(self, h: jax.Array) -> jax.Array:
+        return jnp.broadcast_to(h[..., None, :], (*h.shape[:-1], self.n, h.shape[-1]))
+
+    def collapse(self, state: jax.Array) -> jax.Array:
+        if self.mode == "head":
+            return self.head(state)
+        total = jnp.sum(state.astype(jnp.promote_types(state.dtype, jnp.float32)), axis=-2)
+        return (total if self.mode == "sum" else total / self.n).astype(state.dtype)
+
+    def streams(self, state: jax.Array) -> jax.Array:
+        return state
