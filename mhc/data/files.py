@@ -1,10 +1,10 @@
 """Sources over the user's own files: ``text:<glob>`` and ``tokens:<glob>``.
 
 Documents. In a ``.jsonl`` file a line is a document. Any other text file is one document, and so is a token file unless
-``data.end_token`` cuts it; but what is longer than a block is cut into blocks, each a document of its own, since a
-corpus of one or of few files could otherwise be neither shuffled nor held out. A block has at least 16 sequences, and
-between 1/1024 of the corpus and 64 KiB (32 Ki tokens) where that allows it; text is cut at the end of a paragraph, or
-else of a line.
+``data.end_token`` cuts it; but what is longer than a block is cut into blocks, since a corpus of one or of few files
+could otherwise not be held out in part. Blocks are treated as documents, save that only a file's last one ends with
+eos. A block is 1/1024 of the corpus, but not above 64 KiB (32 Ki tokens), and not below 8 sequences; text is cut at the
+end of a paragraph, or else of a line. (For training, documents are cut further, see `mhc.data.packing.Pieces`.)
 
 Held out. With ``2 / data.holdout`` files or more, whole files are held out, by a hash of their path below the glob's
 fixed part; with fewer, documents are, by a hash of that path and their number. Moving the corpus keeps the split.
@@ -50,6 +50,10 @@ class _Index:
     start: np.ndarray  # int64[n]: first byte (text) or token (tokens)
     stop: np.ndarray  # int64[n]
     number: np.ndarray  # int64[n]: line of a jsonl file, from 1; otherwise number within the file, from 0
+    ends: np.ndarray  # bool[n]: False for a block that another follows
+
+    def __getitem__(self, wanted: np.ndarray) -> _Index:
+        return _Index(*(getattr(self, field.name)[wanted] for field in dataclasses.fields(self)))
 
 
 class _Files:
@@ -76,6 +80,26 @@ class _Files:
 
     def __len__(self) -> int:
         return len(self._index.start)
+
+    @property
+    def sizes(self) -> np.ndarray:
+        """int64[n]: bytes or tokens of each document (of a jsonl line: of the line)."""
+        return self._index.stop - self._index.start
+
+    def ends(self, index: int) -> bool:
+        """Whether document i is more than a block of one that goes on."""
+        return bool(self._index.ends[index])
+
+    def _index_of(self, table: np.ndarray) -> _Index:
+        """Args: table: int64[n, 4]: file, start, stop, number."""
+        file = table[:, 0].astype(np.int32)
+        follows = np.append(file[1:] == file[:-1], False) if len(file) else np.zeros(0, bool)
+        blocks = np.array([self._in_blocks(number) for number in range(len(self._names))], bool)
+        return _Index(file, table[:, 1], table[:, 2], table[:, 3], ~(follows & blocks[file]))
+
+    def _in_blocks(self, file: int) -> bool:
+        """Whether the documents of a file are blocks of one."""
+        raise NotImplementedError
 
     def _settings(self, sizes: list[int]) -> list[Any]:
         """What besides the files decides the index."""
@@ -110,7 +134,7 @@ class _Files:
             for document in self._scan(file, block) if sizes[file] else ():
                 flat.extend((file, *document))
         table = np.array(flat, np.int64).reshape(-1, 4)
-        index = _Index(table[:, 0].astype(np.int32), table[:, 1], table[:, 2], table[:, 3])
+        index = self._index_of(table)
         if total >= _CACHED_FROM:
             with _replacing(kept) as temporary, open(temporary, "wb") as output:
                 np.savez(output, **dataclasses.asdict(index))
@@ -145,6 +169,9 @@ class TextFiles(_Files):
             return f"{self._paths[file]}, line {self._index.number[index]}"
         return f"{self._paths[file]}, bytes {self._index.start[index]}–{self._index.stop[index]}"
 
+    def _in_blocks(self, file: int) -> bool:
+        return not self._is_lines(file)
+
     def _is_lines(self, file: int) -> bool:
         return self._names[file].removesuffix(".gz").endswith(".jsonl")
 
@@ -152,7 +179,7 @@ class TextFiles(_Files):
         return [self._data.field, self._block(sizes)]
 
     def _block(self, sizes: list[int]) -> int:
-        return _block_size(sum(sizes), self._data.sequence_length, 64 << 10)
+        return max(piece_size(self._data), min(sum(sizes) // 1024, 64 << 10))
 
     def _unpack(self, path: Path) -> Path:
         if path.name.removesuffix(".gz").endswith(_NOT_TEXT):
@@ -268,6 +295,9 @@ class TokenFiles(_Files):
                         f"(data.tokenizer={self._data.tokenizer})"
                     )
 
+    def _in_blocks(self, file: int) -> bool:
+        return self._data.end_token is None
+
     def _array(self, file: int) -> np.ndarray:
         return _open_tokens(self._plain[file], self._data.token_dtype)
 
@@ -275,8 +305,8 @@ class TokenFiles(_Files):
         return [self._data.end_token, self._data.token_dtype, self._block(sizes)]
 
     def _block(self, sizes: list[int]) -> int:
-        item = 2  # only an estimate of the corpus' tokens, as the block is one of their number
-        return _block_size(sum(sizes) // item, self._data.sequence_length, 32 << 10)
+        tokens = sum(sizes) // 2  # near enough, whatever the type
+        return max(piece_size(self._data), min(tokens // 1024, 32 << 10))
 
     def _scan(self, file: int, block: int) -> Iterator[tuple[int, int, int]]:
         tokens, end = self._array(file), self._data.end_token
@@ -294,6 +324,15 @@ class TokenFiles(_Files):
                 start = stop + 1
         if start < len(tokens):
             yield start, len(tokens), number
+
+
+def piece_size(data: DataConfig) -> int:
+    """Bytes (ids, for tokens:) of 8 sequences: what a document is cut into for training.
+
+    Short enough for a batch to change its documents every few steps, long enough for few sequences to be broken.
+    """
+    bytes_per_token = 1 if data.tokenizer == "bytes" or data.source.startswith("tokens:") else 4
+    return 8 * data.sequence_length * bytes_per_token
 
 
 def cache_directory(data: DataConfig) -> Path:
@@ -344,11 +383,6 @@ def _match(kind: str, pattern: str) -> tuple[list[Path], list[str]]:
         if not os.access(path, os.R_OK):
             raise UserError(f"{path} cannot be read: permission denied")
     return files, [os.path.relpath(path, base or ".") for path in files]
-
-
-def _block_size(total: int, sequence_length: int, usual: int) -> int:
-    """Bytes or tokens of a block, see the module's docstring."""
-    return max(16 * sequence_length, min(total // 1024, usual))
 
 
 def _cut(content: mmap.mmap, start: int, block: int) -> int:
@@ -403,7 +437,7 @@ def _take_split(index: _Index, names: list[str], holdout: float, split: str, lab
             f"{label}: nothing is left for {split} of {len(score)} document(s) at data.holdout={holdout}; "
             "change data.holdout or name another corpus in data.validation"
         )
-    return _Index(index.file[wanted], index.start[wanted], index.stop[wanted], index.number[wanted])
+    return index[wanted]
 
 
 def hold_out(count: int, holdout: float, name: str) -> np.ndarray:

@@ -3,8 +3,8 @@
 A document of n tokens is ``d = bos + tokens + eos``: n + 1 pairs (input ``d[i]``, target ``d[i + 1]``). A row takes as
 many pairs as it has room for; what is left of the document opens the stream's next row, whose first input is then the
 last target of the row before. So every token but bos is a target exactly once, no input is eos, and no pair spans two
-documents. Each piece has its own segment id (1, 2, … within the row) and positions from 0: documents, and the pieces of
-one document, never see each other.
+documents. Each stretch has its own segment id (1, 2, … within the row) and positions from 0: documents, and the
+stretches of one document, never see each other.
 
 A stream is described by two integers, the position of its current document in the order and the pairs already taken
 from it, which is all that a checkpoint needs.
@@ -14,18 +14,85 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from typing import Protocol
 
 import numpy as np
 
 Batch = dict[str, np.ndarray]
+_MOST_PIECES = 64  # of a document: each piece costs a reading of the whole
 
 
 @dataclasses.dataclass(frozen=True)
 class Document:
-    """A tokenised document."""
+    """A tokenised document, or a piece of one."""
 
-    tokens: np.ndarray  # int32[n + 2]: bos, n tokens, eos
-    target_bytes: np.ndarray  # int32[n + 1]: bytes of text that tokens[1:] stand for
+    tokens: np.ndarray  # int32[m + 1]: bos, tokens, and eos unless the document goes on in another piece
+    target_bytes: np.ndarray  # int32[m]: bytes of text that tokens[1:] stand for
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """A document before it is tokenised, or a part of it."""
+
+    content: bytes | np.ndarray  # UTF-8 text, or ids
+    ends: bool  # whether the document ends here
+
+
+class Documents(Protocol):
+    """Random access to documents of known sizes; a `mhc.data.sources.Source` is one."""
+
+    @property
+    def sizes(self) -> np.ndarray | None:
+        """int64[n]: about the bytes (ids) of each; None: unknown, and too many to find out."""
+        ...
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> bytes | np.ndarray: ...
+
+    def ends(self, index: int) -> bool: ...
+
+
+class Pieces:
+    """Documents cut into pieces of about ``size`` bytes or ids (at most 64 pieces each), with random access.
+
+    A row stays with its document until that ends. Were long documents left whole, a batch would come from the same few
+    for hundreds of steps, and the first batches from their openings alone. Text is cut after a line where one ends
+    nearby, otherwise after a space, at worst between two characters; the pieces of a document add up to it.
+    """
+
+    def __init__(self, documents: Documents, size: int | None):
+        """Args: ``size``: None leaves every document whole."""
+        self._documents = documents
+        self._size = size or 0
+        self._first: np.ndarray | None = None  # int64[n + 1]: number of each document's first piece
+        if size is not None and documents.sizes is not None:
+            parts = np.clip(documents.sizes // size, 1, _MOST_PIECES)
+            self._first = np.concatenate([[0], np.cumsum(parts)])
+
+    def __len__(self) -> int:
+        return len(self._documents) if self._first is None else int(self._first[-1])
+
+    def __getitem__(self, index: int) -> Piece:
+        if self._first is None:
+            return Piece(self._documents[index], self._documents.ends(index))
+        document = int(np.searchsorted(self._first, index, side="right")) - 1
+        part, parts = index - int(self._first[document]), int(self._first[document + 1] - self._first[document])
+        content = self._documents[document]
+        start, stop = self._cut(content, part, parts), self._cut(content, part + 1, parts)
+        return Piece(content[start:stop], part + 1 == parts and self._documents.ends(document))
+
+    def _cut(self, content: bytes | np.ndarray, part: int, parts: int) -> int:
+        place = len(content) * part // parts
+        if part in (0, parts) or not isinstance(content, bytes):
+            return place
+        for mark in (b"\n", b" "):
+            found = content.find(mark, place, place + self._size // 4)
+            if found >= 0:
+                return found + 1
+        while place < len(content) and content[place] & 0xC0 == 0x80:
+            place += 1
+        return place
 
 
 class DocumentStream:
@@ -56,10 +123,14 @@ class DocumentStream:
 
     def take(self, room: int) -> tuple[np.ndarray, np.ndarray, np.ndarray] | None:
         """Up to ``room`` pairs of the current document: (inputs, targets, target_bytes), or None at the end."""
-        if self._document is None:
+        while self._document is None:
             if self._end is not None and self.position >= self._end:
                 return None
-            self._document = self._fetch(self.position)
+            document = self._fetch(self.position)
+            if len(document.target_bytes):
+                self._document = document
+            else:  # a piece that tokenised to nothing
+                self.position += self._stride
         document, start = self._document, self.offset
         stop = min(start + room, len(document.target_bytes))
         if stop == len(document.target_bytes):

@@ -1,8 +1,8 @@
 """The input pipeline: source → shuffle → repeat → tokenise → pack → batch, on grain.
 
-Order. The documents of the training split are shuffled anew each epoch, and the epochs follow one another without end:
-one global order. Row r of a batch of B rows is a stream of its own over the positions r, r + B, r + 2B, … of that
-order. The batches therefore depend on the seed and on B, and on nothing else: a process of P takes the rows
+Order. The documents of the training split, long ones in pieces, are shuffled anew each epoch, and the epochs follow one
+another without end: one global order. Row r of a batch of B rows is a stream of its own over the positions r, r + B,
+r + 2B, … of that order. So the batches depend on the corpus, the seed, T and B alone: process p of P takes the rows
 ``[p·B/P, (p + 1)·B/P)`` of the same global batch, and a saved state can be restored by another number of processes.
 
 State. Two integers a row: the position of its document, and the pairs already taken from it (see `mhc.data.packing`).
@@ -19,8 +19,8 @@ import grain
 import numpy as np
 
 from mhc.config import DataConfig
-from mhc.data.files import TokenFiles
-from mhc.data.packing import Batch, Document, DocumentStream, empty_batch, fill_row
+from mhc.data.files import TokenFiles, piece_size
+from mhc.data.packing import Batch, Document, DocumentStream, Piece, Pieces, empty_batch, fill_row
 from mhc.data.sources import Source, Split, open_source
 from mhc.data.tokenizers import Tokenizer
 from mhc.errors import UserError
@@ -51,12 +51,14 @@ class TrainIterator:
             "batch_size": batch_size,
             "seed": seed,
             "corpus": source.fingerprint,
+            "piece": piece_size(data),
             "tokenizer": tokenizer.content_hash,
         }
         self._rows = rows
         # grain adds the epoch to the seed: without a hash, seed 1 would begin with the second epoch of seed 0
         order_seed = int(np.random.SeedSequence(seed).generate_state(1)[0])
-        order = grain.MapDataset.source(source).shuffle(seed=order_seed).repeat().map(_Encode(tokenizer))
+        pieces = Pieces(source, piece_size(data))
+        order = grain.MapDataset.source(pieces).shuffle(seed=order_seed).repeat().map(_Encode(tokenizer))
         packed = _PackedDataset(order, rows, batch_size, data.sequence_length)
         # In a list, so that closing can let go of it: grain's iterators close themselves when they are deleted, which
         # at the interpreter's exit is too late (their modules are gone, and a traceback lands on stderr).
@@ -149,7 +151,7 @@ class ValidationBatches:
     """The fixed validation set, iterable again and again; make it with `validation_batches`."""
 
     def __init__(self, source: Source, tokenizer: Tokenizer, length: int, batch_size: int, rows: range, batches: int):
-        self._source = source
+        self._pieces = Pieces(source, None)
         self._encode = _Encode(tokenizer)
         self._length = length
         self._batch_size = batch_size
@@ -157,7 +159,7 @@ class ValidationBatches:
         self._limit = batches
 
     def __iter__(self) -> Iterator[Batch]:
-        stream = DocumentStream(lambda index: self._encode.map(self._source[index]), 0, 1, end=len(self._source))
+        stream = DocumentStream(lambda index: self._encode.map(self._pieces[index]), 0, 1, end=len(self._pieces))
         made = 0
         while not self._limit or made < self._limit:
             batch = empty_batch(self._batch_size, self._length)
@@ -212,7 +214,7 @@ def open_corpus(data: DataConfig, tokenizer: Tokenizer, split: Split) -> Source:
         encode = _Encode(tokenizer)
         pairs = 0
         for index in range(len(source)):  # ends with the first document, as a rule
-            pairs += len(encode.map(source[index]).target_bytes)
+            pairs += len(encode.map(Piece(source[index], source.ends(index))).target_bytes)
             if pairs >= data.sequence_length:
                 return source
         raise UserError(
@@ -228,25 +230,28 @@ def _close(held: list[grain.DatasetIterator]) -> None:
 
 
 class _Encode(grain.transforms.Map):
-    """Text or ids to a `Document`."""
+    """`Piece` to `Document`."""
 
     def __init__(self, tokenizer: Tokenizer):
         self._tokenizer = tokenizer
 
-    def map(self, document: bytes | np.ndarray) -> Document:
+    def map(self, piece: Piece) -> Document:
         tokenizer = self._tokenizer
         rest = 0  # text that a tokeniser turned into no id at all: counted at eos, so that documents' bytes add up
-        if isinstance(document, bytes):
-            ids, lengths = tokenizer.encode_with_bytes(document)
-            rest = len(document) - int(lengths.sum())
+        if isinstance(piece.content, bytes):
+            ids, lengths = tokenizer.encode_with_bytes(piece.content)
+            rest = len(piece.content) - int(lengths.sum())
         else:
-            ids = document
+            ids = piece.content
             lengths = tokenizer.byte_lengths[ids]
-        tokens = np.empty(len(ids) + 2, np.int32)
+        count = len(ids)
+        tokens = np.empty(count + 2, np.int32)
         tokens[0], tokens[1:-1], tokens[-1] = tokenizer.bos_id, ids, tokenizer.eos_id
-        target_bytes = np.empty(len(ids) + 1, np.int32)
+        target_bytes = np.empty(count + 1, np.int32)
         target_bytes[:-1], target_bytes[-1] = lengths, rest
-        return Document(tokens, target_bytes)
+        if piece.ends:
+            return Document(tokens, target_bytes)
+        return Document(tokens[:-1], target_bytes[:-1])
 
 
 class _PackedDataset(grain.IterDataset):

@@ -21,6 +21,7 @@ from mhc.data.files import TextFiles, TokenFiles, cache_directory, hold_out
 from mhc.errors import UserError
 
 Split = Literal["train", "validation"]
+_READ_TO_MEASURE = 10_000  # TFDS examples: no more are read just to learn their sizes
 _KINDS = ("stdlib", "tfds:<name>", "text:<glob>", "tokens:<glob>")
 
 
@@ -30,10 +31,19 @@ class Source(Protocol):
     label: str  # how the user named the corpus
     fingerprint: str  # hex: equal when the documents and their order are (names and sizes stand for contents)
 
+    @property
+    def sizes(self) -> np.ndarray | None:
+        """int64[n]: about the bytes (ids) of each document; None: too many to find out."""
+        ...
+
     def __len__(self) -> int: ...
 
     def __getitem__(self, index: int) -> bytes | np.ndarray:
         """UTF-8 text, or int64[n] ids."""
+        ...
+
+    def ends(self, index: int) -> bool:
+        """Whether the document ends with this one (False: a block, see `mhc.data.files`)."""
         ...
 
     def name(self, index: int) -> str:
@@ -69,7 +79,7 @@ def open_source(data: DataConfig, split: Split) -> Source:
 
 
 def documents(data: DataConfig, split: Split) -> Iterator[bytes]:
-    """The raw text of a split's documents, in order: the bytes that bits per byte are counted over.
+    """The raw text of a split's documents (or blocks of them), in order: the bytes that bits per byte are counted over.
 
     Documents of ``tokens:`` are decoded with ``data.tokenizer``. Raises UserError as `open_source` does.
     """
@@ -115,6 +125,9 @@ class _Tfds:
                 f"{label}: nothing is left for {split} of {count} document(s) at data.holdout={holdout}; "
                 "change data.holdout or name another corpus in data.validation"
             )
+        self.sizes: np.ndarray | None = None
+        if len(self._indices) <= _READ_TO_MEASURE:
+            self.sizes = np.array([len(self[index]) for index in range(len(self))], np.int64)
         described = [label, folder.name, self._split, field, count, len(self._indices), folder.parts[-3:]]
         self.fingerprint = hashlib.sha256(json.dumps(described).encode()).hexdigest()[:16]
 
@@ -132,6 +145,9 @@ class _Tfds:
         except UnicodeDecodeError as error:
             raise UserError(f"{self.name(index)}: not UTF-8 at byte {error.start}") from None
         return text
+
+    def ends(self, index: int) -> bool:
+        return True
 
     def name(self, index: int) -> str:
         return f"{self.label}, split {self._split}, example {self._indices[index]}"

@@ -1,9 +1,9 @@
 """The embedded corpus: the source files of Python's own standard library.
 
 Real text that is on every machine, prepared once as a TFDS dataset in array_record files, without TensorFlow and
-without a download. Left out: tests, whole applications (idlelib, turtledemo, lib2to3), installed packages, what is generated or
-a table (encodings, pydoc_data, the build's ``_sysconfigdata``), and distutils, which newer Pythons lack. Some 400 files
-and 8 MB are left; a twentieth of the files, chosen by a hash of their names, is the split ``validation``.
+without a download. Left out: tests, whole applications (idlelib, turtledemo, lib2to3), installed packages, what is
+generated or a table (encodings, pydoc_data, the build's ``_sysconfigdata``), and distutils, which newer Pythons lack.
+Some 400 files and 8 MB are left; a twentieth of the files, by a hash of their names, is the split ``validation``.
 
 The folder's name has Python's version and a hash of the files' names and sizes, so that no two libraries mix.
 """
@@ -26,10 +26,9 @@ from typing import Any
 
 from mhc.errors import UserError
 
-_LEFT_OUT = frozenset(
-    ("test", "tests", "idle_test", "idlelib", "turtledemo", "lib2to3", "ensurepip", "distutils", "encodings")
-    + ("pydoc_data", "site-packages", "dist-packages", "__pycache__")
-)
+_TESTS = {"test", "tests", "idle_test"}
+_APPLICATIONS = {"idlelib", "turtledemo", "lib2to3", "ensurepip", "distutils"}
+_LEFT_OUT = _TESTS | _APPLICATIONS | {"encodings", "pydoc_data", "site-packages", "dist-packages", "__pycache__"}
 _FORMAT = 1  # raise it when the choice of files or the split changes
 _HELD_OUT = 0.05
 _log = logging.getLogger(__name__)

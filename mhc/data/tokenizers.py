@@ -1,8 +1,9 @@
 """Tokenisers: bytes, or a ``tokenizer.json`` file read by the ``tokenizers`` library.
 
-Begin and end. A document enters a batch as ``bos + tokens + eos``. ``bos`` is an input only, never a target; ``eos`` is
-a target only and stands for 0 bytes of text. Both come from the tokeniser, never from the text: a text that spells a
-special token is tokenised as the letters that it is made of.
+Begin and end. A document enters a batch as ``bos + tokens + eos``; of a long one that is cut for training (see
+`mhc.data.packing.Pieces`) every piece opens with bos, and the last one alone closes with eos. ``bos`` is an input only,
+never a target; ``eos`` is a target only and stands for 0 bytes of text. Both come from the tokeniser, never from the
+text: a text that spells a special token is tokenised as the letters that it is made of.
 """
 
 from __future__ import annotations
