@@ -72,7 +72,7 @@ def get_config() -> ConfigDict:
     data.sequence_length = 256  # tokens T of a sequence
     data.cache_dir = placeholder(str)  # where prepared datasets live; None: $MHC_CACHE or ~/.cache/mhc
     data.holdout = 0.05  # share of files (one file: of its documents) held out by hash where no split exists
-    data.token_dtype = "uint16"  # tokens: dtype of .bin files: uint8 | uint16 | uint32 | int32
+    data.token_dtype = "uint16"  # tokens: dtype of .bin files: uint8 | uint16 | uint32 | int32 | int64
     data.end_token = placeholder(int)  # tokens: id that ends a document; None: a file is one document
     data.prefetch = 2  # batches that a thread prepares ahead; 0: none
 

@@ -240,7 +240,9 @@ class DataConfig(_Group, group="data"):
     holdout: float = _field(
         0.05, "share of files (one file: of its documents) held out by hash where no split exists", low=0, below=1
     )
-    token_dtype: str = _field("uint16", "tokens: dtype of .bin files", choices=("uint8", "uint16", "uint32", "int32"))
+    token_dtype: str = _field(
+        "uint16", "tokens: dtype of .bin files", choices=("uint8", "uint16", "uint32", "int32", "int64")
+    )
     end_token: int | None = _field(None, "tokens: id that ends a document; None: a file is one document", low=0)
     prefetch: int = _field(2, "batches that a thread prepares ahead; 0: none", low=0)
 
