@@ -1,0 +1,134 @@
+"""Compare runs: a report, figures, and a summary.
+
+    python -m eval.compare RUN_OR_FOLDER [...] [--out DIR] [--no_recompute]
+
+A folder that holds config.json is a run; in any other folder all runs below it are taken. report.html, summary.json and
+figures/*.png go to the folder that the runs have in common, or to --out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from eval.figures import draw
+from eval.findings import findings
+from eval.ngram import baselines
+from eval.recompute import Recomputed, recompute
+from eval.report import render
+from eval.runs import Arm, load, measures
+from mhc.config import DataConfig
+from mhc.errors import UserError
+from mhc.monitor.writers import read_json, write_json
+
+
+def compare(paths: Sequence[str | Path], out: str | Path | None = None, *, recompute_gains: bool = True) -> Path:
+    """Write report.html, summary.json and figures/ for the runs in or under ``paths``.
+
+    Args:
+        paths: run folders, or folders with runs below them.
+        out: where the results go; None: the folder that the runs have in common.
+        recompute_gains: load every arm's last checkpoint and measure its gains anew.
+
+    Returns:
+        The path of report.html.
+
+    Raises:
+        UserError: no run, a file that cannot be read or written, or an ``out`` that is itself a run.
+    """
+    root, arms, warnings = load(paths)
+    target = root if out is None else Path(out).resolve()
+    _check_target(target)
+    table = {arm.name: measures(arm) for arm in arms}
+    recomputed: dict[str, Recomputed] | None = None
+    if recompute_gains:
+        recomputed = {}
+        for arm in arms:
+            _say(f"recomputing gains of {arm.name} …")
+            recomputed[arm.name] = recompute(arm)
+    _say("counting n-gram baselines …")
+    models = baselines(_data_config(arms[0]))
+    for name, row in table.items():
+        result = recomputed[name] if recomputed is not None else None
+        row["recomputed_gain_difference"] = result.difference if result else None
+        row["recomputed_gains"] = result.peaks if result else None
+    found = findings(arms, table, models, recomputed, warnings)
+    summary: dict[str, Any] = {
+        "arms": table,
+        "baselines": {"unigram": models.unigram, "bigram": models.bigram},
+        "findings": [finding.text for finding in found if not finding.warning],
+        "warnings": [finding.text for finding in found if finding.warning],
+    }
+    if models.reason is not None:
+        summary["baselines"]["reason"] = models.reason
+    try:
+        target.mkdir(parents=True, exist_ok=True)
+        figures = draw(arms, models, target / "figures")
+        report = target / "report.html"
+        report.write_text(render(_title(arms, target), arms, table, found, figures, models, recomputed), "utf-8")
+        write_json(target / "summary.json", summary)
+    except OSError as error:
+        raise UserError(f"{error.filename or target}: cannot be written ({error.strerror}); give --out") from error
+    return report
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line; returns the exit code."""
+    parser = _Parser(
+        prog="python -m eval.compare", description="Compare runs: report.html, summary.json, figures/*.png."
+    )
+    parser.add_argument("paths", nargs="+", metavar="RUN_OR_FOLDER", help="a run, or a folder with runs below it")
+    parser.add_argument(
+        "--out", metavar="DIR", help="where the results go (default: the folder the runs have in common)"
+    )
+    parser.add_argument(
+        "--no_recompute", action="store_true", help="do not recompute the gains from the final checkpoints"
+    )
+    try:
+        options = parser.parse_args(arguments)
+        report = compare(options.paths, options.out, recompute_gains=not options.no_recompute)
+    except UserError as error:
+        _say(f"error: {error}")
+        return 2
+    print(report)
+    return 0
+
+
+class _Parser(argparse.ArgumentParser):
+    """Reports a mistake as one line, like every other of the user's mistakes."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{message} (see {self.prog} --help)")
+
+
+def _check_target(target: Path) -> None:
+    """Refuse to write over a run, or over a summary.json that is not a comparison's."""
+    if (target / "config.json").exists():
+        raise UserError(f"{target}: is a run, whose summary.json must stay; give --out another folder")
+    if (target / "summary.json").exists() and "arms" not in read_json(target / "summary.json"):
+        raise UserError(
+            f"{target / 'summary.json'}: is not a comparison's and would be lost; give --out another folder"
+        )
+
+
+def _data_config(arm: Arm) -> DataConfig:
+    try:
+        return DataConfig(**arm.config["data"])
+    except TypeError as error:
+        raise UserError(f"{arm.path / 'config.json'}: data is not of this version ({error})") from error
+
+
+def _title(arms: Sequence[Arm], target: Path) -> str:
+    kinds = list(dict.fromkeys(arm.kind for arm in arms))
+    return f"{target.name or 'runs'}: {', '.join(kinds)}"
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

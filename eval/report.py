@@ -1,0 +1,274 @@
+"""The report of a comparison: one HTML file that needs nothing beside it."""
+
+from __future__ import annotations
+
+import base64
+import html
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from eval.figures import Drawn, Style, styles
+from eval.findings import Finding, Measures, number
+from eval.ngram import Baselines
+from eval.recompute import PRESETS, Recomputed
+from eval.runs import Arm, differing_fields
+from mhc.monitor.writers import duration
+
+_CSS = """
+:root { color-scheme: light; }
+* { box-sizing: border-box; }
+body { margin: 0; background: #fff; color: #222; font: 15px/1.5 system-ui, -apple-system, "Segoe UI", Roboto,
+  "Helvetica Neue", Arial, sans-serif; }
+main { max-width: 1100px; margin: 0 auto; padding: 28px 10px 60px; }
+h1 { font-size: 25px; line-height: 1.25; margin: 0 0 2px; }
+h2 { font-size: 18px; margin: 34px 0 8px; padding-top: 12px; border-top: 1px solid #ddd; }
+h3 { font-size: 15px; margin: 0 0 4px; }
+.lead { color: #666; margin: 0 0 18px; }
+.findings { padding-left: 20px; margin: 0; }
+.findings li { margin: 5px 0; }
+.warning { background: #fff6dd; border-left: 4px solid #d9a400; padding: 7px 12px; margin: 10px 0; }
+.figures { display: grid; grid-template-columns: 1fr 1fr; gap: 26px 20px; align-items: start; }
+figure { margin: 0; min-width: 0; }
+figure.wide { grid-column: 1 / -1; }
+figure img { display: block; width: 100%; height: auto; }
+figcaption { color: #666; font-size: 13px; line-height: 1.4; margin-top: 4px; }
+.scroll { overflow-x: auto; }
+table { border-collapse: collapse; font-size: 13px; line-height: 1.35; font-variant-numeric: tabular-nums; }
+th, td { padding: 5px 9px; text-align: right; border-bottom: 1px solid #e6e6e6; white-space: nowrap; }
+th { vertical-align: bottom; font-weight: 600; color: #444; border-bottom-color: #aaa; }
+th:first-child, td:first-child, .text { text-align: left; }
+td svg { vertical-align: middle; margin-right: 7px; }
+td.best { font-weight: 650; }
+td.note, p.note { color: #666; font-size: 13px; }
+.unfinished { color: #9a4b00; }
+code { font: 12.5px ui-monospace, SFMono-Regular, Menlo, Consolas, monospace; }
+@media (max-width: 760px) { .figures { grid-template-columns: 1fr; } }
+"""
+
+_HOW_TO_READ = """
+<p>A topology with streams mixes them at every sublayer <i>k</i> with a matrix H<sub>k</sub> (H_res). What the network
+passes on is their product, so a small excess per sublayer compounds over depth. A run logs two composite gains per
+sublayer, measured per token on a fixed probe batch and averaged over its tokens:</p>
+<ul>
+<li><b>Forward</b>, of H<sub>k</sub> … H<sub>1</sub> H<sub>0</sub>: the largest absolute row sum, by how much a signal
+that all streams share can grow on its way from the embedding to sublayer <i>k</i>.</li>
+<li><b>Backward</b>, of H<sub>S−1</sub> … H<sub>k</sub>: the largest absolute column sum, by how much a gradient can grow
+on its way from the head back to sublayer <i>k</i>.</li>
+</ul>
+<p>A plain residual has gain 1 both ways. HC learns H_res freely, so its gains may take any value. mHC projects H_res
+onto the doubly stochastic matrices (non-negative, rows and columns sum to 1), which are closed under products: exact
+projection would give 1 in both directions at any depth.</p>
+<p>The projection is a finite number of Sinkhorn iterations, and the last half-step decides which sums are exact. The
+<code>paper</code> preset ends with the rows: they sum to 1 exactly, so the <b>forward</b> gain is 1 by construction and
+says nothing about training, while the columns, and so the <b>backward</b> gain, carry the Sinkhorn error. The
+<code>deepseek</code> preset ends with the columns: there the backward gain is 1 by construction and the forward gain
+carries the error. Judge each preset by the direction that is not exact.</p>
+<p>At <b>sublayer 0</b> all streams are still copies of the embedding. Mixing copies can only rescale them, by the row
+sums of H_res, which are 1 for mHC: the map is inert there, whatever gain it shows. The figures over depth shade it.</p>
+<p><b>Bits per byte</b> is the validation loss in bits divided by the bytes of text predicted, so that tokenisers can be
+compared. <b>Spike score</b> is the share of steps whose loss lies more than 7 standard deviations from the mean of the
+1000 steps before it, non-finite losses included. Seconds and tokens per second are those of the machine at that time;
+arms that shared it with other work are slower.</p>
+"""
+
+
+def render(
+    title: str,
+    arms: Sequence[Arm],
+    measures: Measures,
+    found: Sequence[Finding],
+    figures: Sequence[Drawn],
+    baselines: Baselines,
+    recomputed: Mapping[str, Recomputed] | None,
+) -> str:
+    """The whole HTML document, figures inside."""
+    look = styles(arms)
+    sentences = "".join(f"<li>{_text(finding.text)}</li>" for finding in found if not finding.warning)
+    warnings = "".join(f'<p class="warning">{_text(finding.text)}</p>' for finding in found if finding.warning)
+    pictures = "".join(map(_figure, figures))
+    count = f"{len(arms)} arm{'s' if len(arms) != 1 else ''}"
+    return f"""<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{_text(title)}</title>
+<style>{_CSS}</style>
+</head>
+<body>
+<main>
+<h1>{_text(title)}</h1>
+<p class="lead">Comparison of {count}: residual topologies trained side by side.</p>
+{warnings}
+<ul class="findings">{sentences}</ul>
+<h2>Arms</h2>
+{_arms_table(arms, measures, look)}
+{_baselines_note(baselines)}
+<h2>Figures</h2>
+<div class="figures">{pictures}</div>
+<h2>Gains recomputed from the final checkpoints</h2>
+{_recomputed_table(arms, recomputed, look)}
+<h2>How the configurations differ</h2>
+{_differences_table(arms, look)}
+<h2>How to read this</h2>
+{_HOW_TO_READ}
+</main>
+</body>
+</html>
+"""
+
+
+def _text(value: object) -> str:
+    return html.escape(str(value))
+
+
+def _figure(drawn: Drawn) -> str:
+    data = base64.b64encode(drawn.path.read_bytes()).decode()
+    return (
+        f"<figure{' class=wide' if drawn.wide else ''}><h3>{_text(drawn.title)}</h3>"
+        f'<img alt="{_text(drawn.title)}" src="data:image/png;base64,{data}">'
+        f"<figcaption>{_text(drawn.caption)}</figcaption></figure>"
+    )
+
+
+def _name(arm: Arm, look: Mapping[str, Style]) -> str:
+    """The arm's name beside a piece of its line."""
+    style = look[arm.name]
+    dashes = f' stroke-dasharray="{" ".join(f"{2 * dash:g}" for dash in style.dashes)}"' if style.dashes else ""
+    line = f'<line x1="0" y1="5" x2="26" y2="5" stroke="{style.colour}" stroke-width="3"{dashes}/>'
+    return f'<svg width="26" height="10" aria-hidden="true">{line}</svg>{_text(arm.name)}'
+
+
+def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Header cells as HTML or as whole ``<th>`` elements; row cells as whole ``<td>`` elements."""
+    head = "".join(cell if cell.startswith("<th") else f"<th>{cell}</th>" for cell in header)
+    body = "".join(f"<tr>{''.join(row)}</tr>" for row in rows)
+    return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+
+
+def _arms_table(arms: Sequence[Arm], measures: Measures, look: Mapping[str, Style]) -> str:
+    bits = [measures[arm.name]["bits_per_byte"] for arm in arms]
+    best = min((value for value in bits if value is not None), default=None)
+    rows = []
+    for arm in arms:
+        m = measures[arm.name]
+        kind = f"{arm.kind} ({arm.preset})" if arm.preset else arm.kind
+        state = _text(m["exit_reason"] or "finished")
+        if not arm.finished:
+            reason = f": {m['exit_reason']}" if m["exit_reason"] else ""
+            state = f'<span class="unfinished">unfinished{_text(reason)}</span>'
+        leads = best is not None and m["bits_per_byte"] == best and len(arms) > 1
+        rows.append(
+            [
+                f"<td>{_name(arm, look)}</td>",
+                f'<td class="text">{_text(kind)}</td>',
+                _cell(f"{m['params']:,}" if m["params"] is not None else "–"),
+                _cell(f"{arm.steps:,}"),
+                _cell(number(m["val_loss"], 5)),
+                f"<td{' class=best' if leads else ''}>{number(m['bits_per_byte'], 5)}</td>",
+                _cell(number(m["peak_forward_gain"])),
+                _cell(number(m["peak_backward_gain"])),
+                _cell(number(m["max_grad_norm"], 3)),
+                _cell(f"{100 * m['spike_score_loss']:.2f} %"),
+                _cell(number(m["tokens_per_second"], 3)),
+                _cell(duration(m["seconds"]) if m["seconds"] is not None else "–"),
+                f'<td class="text">{state}</td>',
+            ]
+        )
+    header = [
+        "arm",
+        '<th class="text">kind</th>',
+        "parameters",
+        "steps",
+        "val. loss<br>(nats)",
+        "val. bits<br>per byte",
+        "peak gain<br>forward",
+        "peak gain<br>backward",
+        "max grad.<br>norm",
+        "spike<br>score",
+        "tokens/s<br>(median)",
+        "time",
+        '<th class="text">state</th>',
+    ]
+    return _table(header, rows)
+
+
+def _baselines_note(baselines: Baselines) -> str:
+    if baselines.unigram is None or baselines.bigram is None:
+        return f'<p class="note">No n-gram baselines: {_text(baselines.reason)}.</p>'
+    text = (
+        f"Baselines on the same split: byte unigram {baselines.unigram:.4f}, byte bigram {baselines.bigram:.4f} bits per "
+        f"byte (add-one smoothing over 256 bytes, counted on {baselines.train_bytes:,} training bytes, scored on "
+        f"{baselines.validation_bytes:,} validation bytes)."
+    )
+    if baselines.truncated:
+        text += " The corpus is larger; only its beginning was counted."
+    return f'<p class="note">{text}</p>'
+
+
+def _recomputed_table(
+    arms: Sequence[Arm], recomputed: Mapping[str, Recomputed] | None, look: Mapping[str, Style]
+) -> str:
+    if recomputed is None:
+        return "<p>Skipped (<code>--no_recompute</code>).</p>"
+    rows = []
+    for arm in arms:
+        result = recomputed[arm.name]
+        own = arm.preset or arm.kind
+        views = [own] if arm.preset is None else list(PRESETS)
+        for index, view in enumerate(view for view in views if view in result.peaks):
+            peak = result.peaks[view]
+            preset = "" if arm.preset is None else view if view != own else f"{view} (the run's own)"
+            rows.append(
+                [
+                    f"<td>{_name(arm, look) if index == 0 else ''}</td>",
+                    f'<td class="text">{_text(preset)}</td>',
+                    _cell(number(peak["forward"], 5)),
+                    _cell(number(peak["backward"], 5)),
+                    _cell(f"{result.step:,}" if index == 0 else ""),
+                    _difference_cell(result) if view == own else "<td></td>",
+                ]
+            )
+        if not result.peaks:
+            rows.append(
+                [f"<td>{_name(arm, look)}</td>", f'<td class="note text" colspan="5">{_text(result.reason)}</td>']
+            )
+    header = [
+        "arm",
+        '<th class="text">Sinkhorn preset</th>',
+        "gain forward",
+        "gain backward",
+        "step",
+        "largest relative difference<br>to the logged gains",
+    ]
+    note = (
+        '<p class="note">Token-mean composite gain, largest over sublayers, of the final checkpoint on the run\'s probe '
+        "batch. For mhc the same parameters are also projected with the other preset: the direction that is exact swaps.</p>"
+    )
+    return _table(header, rows) + note
+
+
+def _difference_cell(result: Recomputed) -> str:
+    if result.difference is None:
+        return f'<td class="note">{_text(result.reason)}</td>'
+    return _cell(f"{result.difference:.1e}")
+
+
+def _differences_table(arms: Sequence[Arm], look: Mapping[str, Style]) -> str:
+    fields = differing_fields(arms)
+    if not fields:
+        return "<p>All arms have the same configuration.</p>"
+    rows = [
+        [f"<td>{_name(arm, look)}</td>", *(f'<td class="text">{_value(arm.flat.get(field))}</td>' for field in fields)]
+        for arm in arms
+    ]
+    header = ["arm", *(f'<th class="text"><code>{_text(field).replace(".", ".<wbr>")}</code></th>' for field in fields)]
+    return _table(header, rows)
+
+
+def _value(value: Any) -> str:
+    return "–" if value is None else f"<code>{_text(value)}</code>"
+
+
+def _cell(text: str) -> str:
+    return f"<td>{text}</td>"

@@ -1,0 +1,254 @@
+"""Reading run folders: which folders are runs, and what they say."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mhc.errors import UserError
+from mhc.monitor.detectors import spike_score
+from mhc.monitor.writers import read_json, read_jsonl
+
+Floats = NDArray[np.float64]
+
+DIRECTIONS = ("forward", "backward")
+KIND_ORDER = ("plain", "hc", "mhc")  # these first, any other kind after them by name
+
+
+@dataclasses.dataclass(frozen=True)
+class Arm:
+    """One run: its configuration and its logs.
+
+    Attributes:
+        name: the run's folder relative to the common root.
+        path: the run's folder.
+        config: nested mapping, as in config.json.
+        metrics: one record a step.
+        probes: one record a probe.
+        summary: what the run wrote at its end; None when it has not ended.
+    """
+
+    name: str
+    path: Path
+    config: Mapping[str, Any]
+    metrics: Sequence[Mapping[str, Any]]
+    probes: Sequence[Mapping[str, Any]]
+    summary: Mapping[str, Any] | None
+
+    @property
+    def kind(self) -> str:
+        """The residual topology: plain, hc, mhc, …"""
+        return str(self.config["residual"]["kind"])
+
+    @property
+    def preset(self) -> str | None:
+        """The Sinkhorn preset of an mhc arm, else None."""
+        return str(self.config["residual"]["sinkhorn"]) if self.kind == "mhc" else None
+
+    @property
+    def seeds(self) -> tuple[int, int]:
+        """(init, data)."""
+        return int(self.config["seed"]["init"]), int(self.config["seed"]["data"])
+
+    @property
+    def steps(self) -> int:
+        """Completed updates that are logged."""
+        return int(self.metrics[-1]["step"])
+
+    @property
+    def planned_steps(self) -> int:
+        """Updates that the configuration asks for."""
+        return int(self.config["train"]["steps"])
+
+    @property
+    def finished(self) -> bool:
+        """The run wrote its summary after its last planned step."""
+        return self.summary is not None and self.steps >= self.planned_steps
+
+    @functools.cached_property
+    def flat(self) -> dict[str, Any]:
+        """The configuration as {"section.field": value}."""
+        return dict(_flatten(self.config))
+
+    def column(self, key: str) -> tuple[Floats, Floats]:
+        """(steps, values) of the metrics records that hold ``key``; both float64[n]."""
+        rows = [(row["step"], row[key]) for row in self.metrics if key in row and row[key] is not None]
+        array = np.array(rows, np.float64).reshape(-1, 2)
+        return array[:, 0], array[:, 1]
+
+    def gains(self, direction: str) -> tuple[Floats, Floats]:
+        """(probe steps [P], token-mean composite gain [P, S]); P = 0 when the run has no probes."""
+        key = f"gain/{direction}_composite_mean"
+        rows = [row for row in self.probes if key in row]
+        if not rows:
+            return np.zeros(0), np.zeros((0, 0))
+        return np.array([row["step"] for row in rows], np.float64), np.array([row[key] for row in rows], np.float64)
+
+    def peak_gain(self, direction: str) -> float | None:
+        """Largest token-mean composite gain over steps and sublayers; 1 for plain, None without probes."""
+        if self.kind == "plain":
+            return 1.0
+        _, gains = self.gains(direction)
+        return largest(gains)
+
+
+def load(paths: Sequence[str | os.PathLike[str]]) -> tuple[Path, list[Arm], list[str]]:
+    """All runs in or under ``paths``, plain ones first, then by kind and name.
+
+    Returns:
+        (root, arms, warnings): the folder that all arms are named relative to, and a line for every run left out.
+
+    Raises:
+        UserError: a path does not exist, there is no run, or a file of a run cannot be read.
+    """
+    given = [Path(path).resolve() for path in paths]
+    for path in given:
+        if not path.is_dir():
+            raise UserError(f"{path}: no such folder" if not path.exists() else f"{path}: not a folder")
+    folders = sorted({folder for path in given for folder in _runs_under(path)})
+    if not folders:
+        raise UserError(f"{', '.join(map(str, given))}: no run here (a run is a folder that holds config.json)")
+    root = Path(os.path.commonpath([path.parent if _is_run(path) else path for path in given]))
+    arms, warnings = [], []
+    for folder in folders:
+        name = folder.relative_to(root).as_posix()
+        arm = _load_run(name, folder)
+        if arm is None:
+            warnings.append(f"{name} is left out: it has not logged a step")
+        else:
+            arms.append(arm)
+    if not arms:
+        raise UserError(f"{', '.join(map(str, given))}: no run here has logged a step")
+    return root, sorted(arms, key=_order), warnings
+
+
+def measures(arm: Arm) -> dict[str, Any]:
+    """What summary.json says of one arm; None where the run does not tell.
+
+    Everything that the logs hold is computed from them; ``seconds``, ``params`` and ``exit_reason`` come from the
+    run's own summary.
+    """
+    _, loss = arm.column("loss")
+    _, grad_norm = arm.column("grad_norm")
+    _, speed = arm.column("tokens_per_second")
+    _, validation = arm.column("val_loss")
+    _, bits = arm.column("val_bits_per_byte")
+    out: dict[str, Any] = {
+        "kind": arm.kind,
+        "finished": arm.finished,
+        "steps": arm.steps,
+        "final_loss": float(loss[-1]) if len(loss) else None,
+        "val_loss": float(validation[-1]) if len(validation) else None,
+        "bits_per_byte": float(bits[-1]) if len(bits) else None,
+        "best_bits_per_byte": float(np.min(bits)) if len(bits) else None,
+        "peak_forward_gain": arm.peak_gain("forward"),
+        "peak_backward_gain": arm.peak_gain("backward"),
+        "max_grad_norm": largest(grad_norm),
+        "spike_score_loss": spike_score(loss)[0],
+        "spike_score_grad_norm": spike_score(grad_norm)[0],
+        "spikes": int(sum(bool(row["spike"]) for row in arm.metrics if "spike" in row)),
+        "nonfinite": int(np.max(arm.column("nonfinite")[1], initial=0)),
+        "skipped": int(np.max(arm.column("skipped")[1], initial=0)),
+        "tokens_per_second": float(np.median(speed)) if len(speed) else None,
+        "seconds": None,
+        "params": None,
+        "exit_reason": None,
+        "sinkhorn": arm.preset,
+        "seed": {"init": arm.seeds[0], "data": arm.seeds[1]},
+    }
+    if arm.summary is not None:
+        out |= {key: arm.summary[key] for key in ("seconds", "params", "exit_reason") if key in arm.summary}
+    return out
+
+
+def largest(values: Floats) -> float | None:
+    """The largest value; infinity when one is not finite, None when there is none."""
+    if not values.size:
+        return None
+    return float(values.max()) if np.isfinite(values).all() else math.inf
+
+
+def differing_fields(arms: Sequence[Arm]) -> list[str]:
+    """Configuration fields whose value is not the same in all arms, in the order of the configuration."""
+    fields = dict.fromkeys(field for arm in arms for field in arm.flat)
+    return [field for field in fields if any(arm.flat.get(field) != arms[0].flat.get(field) for arm in arms)]
+
+
+def reference_arms(arm: Arm, arms: Sequence[Arm]) -> list[Arm]:
+    """The plain arms that ``arm`` is measured against.
+
+    Those that differ from it in the residual alone; where there are none, those with the same seeds; else all.
+    """
+    plain = [other for other in arms if other.kind == "plain"]
+    twins = [other for other in plain if _outside_residual(other) == _outside_residual(arm)]
+    return twins or [other for other in plain if other.seeds == arm.seeds] or plain
+
+
+def gap_to_plain(arm: Arm, arms: Sequence[Arm], key: str) -> tuple[Floats, Floats]:
+    """(steps, value of ``key`` minus the mean over the reference arms) at the steps that all of them have."""
+    references = reference_arms(arm, arms)
+    steps, values = arm.column(key)
+    if not references:
+        return steps[:0], values[:0]
+    tables = [dict(zip(*(axis.tolist() for axis in other.column(key)), strict=True)) for other in references]
+    shared = np.array([all(step in table for table in tables) for step in steps], bool)
+    steps, values = steps[shared], values[shared]
+    plain = np.array([[table[step] for step in steps] for table in tables], np.float64).reshape(len(tables), -1)
+    return steps, values - plain.mean(axis=0)
+
+
+def _is_run(folder: Path) -> bool:
+    return (folder / "config.json").is_file()
+
+
+def _runs_under(folder: Path) -> Iterator[Path]:
+    """Run folders in or under a folder; what lies inside a run is not searched."""
+    for current, below, files in os.walk(folder):
+        if "config.json" in files:
+            below.clear()
+            yield Path(current)
+        below[:] = [name for name in below if not name.startswith(".")]
+
+
+def _load_run(name: str, folder: Path) -> Arm | None:
+    config = read_json(folder / "config.json")
+    for field in ("residual.kind", "seed.init", "seed.data", "train.steps", "data.source"):
+        section, key = field.split(".")
+        if section not in config or key not in config[section]:
+            raise UserError(f"{folder / 'config.json'}: {field} is missing, so this is no run of this project")
+    metrics = read_jsonl(folder / "metrics.jsonl") if (folder / "metrics.jsonl").exists() else []
+    if not metrics:
+        return None
+    for number, row in enumerate(metrics, 1):
+        if not isinstance(row.get("step"), int):
+            raise UserError(f"{folder / 'metrics.jsonl'}: line {number} has no step")
+    probes = read_jsonl(folder / "probes.jsonl") if (folder / "probes.jsonl").exists() else []
+    summary = read_json(folder / "summary.json") if (folder / "summary.json").exists() else None
+    return Arm(name, folder, config, metrics, probes, summary)
+
+
+def _order(arm: Arm) -> tuple[int, str, list[tuple[int, str]]]:
+    rank = KIND_ORDER.index(arm.kind) if arm.kind in KIND_ORDER else len(KIND_ORDER)
+    natural = [(int(part), "") if part.isdigit() else (0, part) for part in re.split(r"(\d+)", arm.name)]
+    return rank, arm.kind, natural
+
+
+def _flatten(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in config.items():
+        if isinstance(value, Mapping):
+            yield from _flatten(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def _outside_residual(arm: Arm) -> dict[str, Any]:
+    return {field: value for field, value in arm.flat.items() if not field.startswith("residual.")}
