@@ -358,8 +358,36 @@ class Config:
     def __post_init__(self) -> None:
         _check_shapes(self)
         _check_residual(self.residual)
-        _check_schedule(self.schedule, self.train.steps)
+        _check_schedule(self)
         _check_batch(self)
+
+    @property
+    def vocab_size(self) -> int:
+        """V. Raises ValueError before ``resolve``, since the tokeniser decides it."""
+        if self.model.vocab_size is None:
+            raise ValueError("model.vocab_size is not known before mhc.config.resolve")
+        return self.model.vocab_size
+
+    @property
+    def kv_heads(self) -> int:
+        """G, derived where the field is None, as are the following."""
+        return self.attention.kv_heads or self.attention.heads
+
+    @property
+    def head_dim(self) -> int:
+        """K."""
+        return self.attention.head_dim or self.model.width // self.attention.heads
+
+    @property
+    def mlp_width(self) -> int:
+        """F."""
+        derived = 4 * self.model.width if self.mlp.kind == "gelu" else -(-8 * self.model.width // 24) * 8
+        return self.mlp.width or derived
+
+    @property
+    def decay_steps(self) -> int:
+        """The step at which the decay of the rate has ended."""
+        return self.schedule.decay_steps or self.train.steps
 
 
 # What may differ between a stored run and the command that resumes it: names of fields or, ending in a dot, of groups.
@@ -384,7 +412,7 @@ def _check_shapes(config: Config) -> None:
         _refuse("attention.heads", heads, f"a divisor of model.width={width}, or set attention.head_dim")
     if kv_heads is not None and heads % kv_heads:
         _refuse("attention.kv_heads", kv_heads, f"a divisor of attention.heads={heads}")
-    if config.positions.kind == "rope" and (head_dim or width // heads) % 2:
+    if config.positions.kind == "rope" and config.head_dim % 2:
         if head_dim is None:
             _refuse("model.width", width, f"an even multiple of attention.heads={heads}, since rope rotates pairs")
         _refuse("attention.head_dim", head_dim, "an even number, since rope rotates pairs")
@@ -417,10 +445,9 @@ def _check_residual(residual: ResidualConfig) -> None:
             _refuse("residual.alpha", residual.alpha, "None with residual.dynamic=False: no gate is left")
 
 
-def _check_schedule(schedule: ScheduleConfig, steps: int) -> None:
-    warmup = schedule.warmup_steps
+def _check_schedule(config: Config) -> None:
+    schedule, warmup, end = config.schedule, config.schedule.warmup_steps, config.decay_steps
     name = "train.steps" if schedule.decay_steps is None else "schedule.decay_steps"
-    end = schedule.decay_steps or steps
     if warmup > end:
         _refuse("schedule.warmup_steps", warmup, f"at most {name}={end}")
     if schedule.kind == "wsd" and warmup + schedule.wsd_fraction * end > end:
@@ -534,26 +561,21 @@ def resolve(config: Config, vocab_size: int) -> Config:
         vocab_size: tokens of the tokeniser.
     Raises: UserError where model.vocab_size is too small for the tokeniser.
     """
-    model, attention, mlp, residual = config.model, config.attention, config.mlp, config.residual
+    model, residual = config.model, config.residual
     if model.vocab_size is not None and model.vocab_size < vocab_size:
         _refuse("model.vocab_size", model.vocab_size, f"at least {vocab_size}, the tokeniser's size")
-    mlp_width = 4 * model.width if mlp.kind == "gelu" else -(-8 * model.width // 24) * 8
     return dataclasses.replace(
         config,
         model=dataclasses.replace(model, vocab_size=model.vocab_size or vocab_size),
-        attention=dataclasses.replace(
-            attention,
-            kv_heads=attention.kv_heads or attention.heads,
-            head_dim=attention.head_dim or model.width // attention.heads,
-        ),
-        mlp=dataclasses.replace(mlp, width=mlp.width or mlp_width),
+        attention=dataclasses.replace(config.attention, kv_heads=config.kv_heads, head_dim=config.head_dim),
+        mlp=dataclasses.replace(config.mlp, width=config.mlp_width),
         residual=dataclasses.replace(
             residual,
             n=residual.n or (1 if residual.kind == "plain" else 4),
             init=residual.init or next(iter(INITS[residual.kind]), None),
             collapse=residual.collapse or COLLAPSES[residual.kind][0],
         ),
-        schedule=dataclasses.replace(config.schedule, decay_steps=config.schedule.decay_steps or config.train.steps),
+        schedule=dataclasses.replace(config.schedule, decay_steps=config.decay_steps),
     )
 
 

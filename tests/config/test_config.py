@@ -347,6 +347,12 @@ def test_resolve_fills_the_shapes(multiple: int) -> None:
     assert config_lib.resolve(make(model__width=width, mlp__kind="gelu"), vocab_size=300).mlp.width == 4 * width
 
 
+def test_the_vocabulary_is_not_known_before_resolve() -> None:
+    with pytest.raises(ValueError, match="resolve"):
+        _ = Config().vocab_size
+    assert resolved().vocab_size == 258
+
+
 def test_resolve_refuses_a_vocabulary_smaller_than_the_tokeniser() -> None:
     with pytest.raises(UserError, match=re.escape("model.vocab_size: given 100, allowed: at least 258")):
         config_lib.resolve(make(model__vocab_size=100), vocab_size=258)
