@@ -13,6 +13,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import dataclasses
+import functools
 import itertools
 import json
 import math
@@ -478,9 +479,10 @@ def _check_batch(config: Config) -> None:
 # From and to the edge -----------------------------------------------------------------------------------------------
 
 
-def groups() -> dict[str, type]:
+@functools.cache
+def groups() -> Mapping[str, type]:
     """The class of every group by its name, in the order of ``Config``."""
-    return {name: typing.cast(type, hint) for name, hint in typing.get_type_hints(Config).items()}
+    return types.MappingProxyType(typing.get_type_hints(Config))
 
 
 def field_names() -> Iterator[str]:
