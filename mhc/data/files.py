@@ -3,8 +3,9 @@
 Documents. In a ``.jsonl`` file a line is a document. Any other text file is one document, and so is a token file unless
 ``data.end_token`` cuts it; but what is longer than a block is cut into blocks, since a corpus of one or of few files
 could otherwise not be held out in part. Blocks are treated as documents, save that only a file's last one ends with
-eos. A block is 1/1024 of the corpus, but not above 64 KiB (32 Ki tokens), and not below 8 sequences; text is cut at the
-end of a paragraph, or else of a line. (For training, documents are cut further, see `mhc.data.packing.Pieces`.)
+eos. A block is 64 KiB (32 Ki tokens), with few files 1/1024 of the corpus if that is less, but not below 8 sequences;
+text is cut at the end of a paragraph, or else of a line. (For training, documents are cut further, see
+`mhc.data.packing.Pieces`.)
 
 Held out. With ``2 / data.holdout`` files or more, whole files are held out, by a hash of their path below the glob's
 fixed part; with fewer, documents are, by a hash of that path and their number. Moving the corpus keeps the split.
@@ -46,7 +47,7 @@ _INDEX_FORMAT = 1
 class _Index:
     """Where the documents of a corpus are."""
 
-    file: np.ndarray  # int32[n]: index into the files
+    owner: np.ndarray  # int32[n]: number of the file, in the order of the names
     start: np.ndarray  # int64[n]: first byte (text) or token (tokens)
     stop: np.ndarray  # int64[n]
     number: np.ndarray  # int64[n]: line of a jsonl file, from 1; otherwise number within the file, from 0
@@ -154,7 +155,7 @@ class TextFiles(_Files):
     unit = "text"
 
     def __getitem__(self, index: int) -> bytes:
-        file, start, stop = (int(column[index]) for column in (self._index.file, self._index.start, self._index.stop))
+        file, start, stop = (int(column[index]) for column in (self._index.owner, self._index.start, self._index.stop))
         with open(self._plain[file], "rb") as handle:
             handle.seek(start)
             content = handle.read(stop - start)
@@ -164,7 +165,7 @@ class TextFiles(_Files):
 
     def name(self, index: int) -> str:
         """File and line (jsonl) or file and bytes."""
-        file = int(self._index.file[index])
+        file = int(self._index.owner[index])
         if self._is_lines(file):
             return f"{self._paths[file]}, line {self._index.number[index]}"
         return f"{self._paths[file]}, bytes {self._index.start[index]}–{self._index.stop[index]}"
@@ -179,7 +180,7 @@ class TextFiles(_Files):
         return [self._data.field, self._block(sizes)]
 
     def _block(self, sizes: list[int]) -> int:
-        return max(piece_size(self._data), min(sum(sizes) // 1024, 64 << 10))
+        return _block_size(self._data, sizes, sum(sizes), 64 << 10)
 
     def _unpack(self, path: Path) -> Path:
         if path.name.removesuffix(".gz").endswith(_NOT_TEXT):
@@ -271,13 +272,13 @@ class TokenFiles(_Files):
     unit = "token"
 
     def __getitem__(self, index: int) -> np.ndarray:
-        file, start, stop = (int(column[index]) for column in (self._index.file, self._index.start, self._index.stop))
+        file, start, stop = (int(column[index]) for column in (self._index.owner, self._index.start, self._index.stop))
         return np.asarray(self._array(file)[start:stop], np.int64)
 
     def name(self, index: int) -> str:
         """File and tokens."""
         return (
-            f"{self._paths[int(self._index.file[index])]}, tokens {self._index.start[index]}–{self._index.stop[index]}"
+            f"{self._paths[int(self._index.owner[index])]}, tokens {self._index.start[index]}–{self._index.stop[index]}"
         )
 
     def check_vocabulary(self, size: int) -> None:
@@ -306,7 +307,7 @@ class TokenFiles(_Files):
 
     def _block(self, sizes: list[int]) -> int:
         tokens = sum(sizes) // 2  # near enough, whatever the type
-        return max(piece_size(self._data), min(tokens // 1024, 32 << 10))
+        return _block_size(self._data, sizes, tokens, 32 << 10)
 
     def _scan(self, file: int, block: int) -> Iterator[tuple[int, int, int]]:
         tokens, end = self._array(file), self._data.end_token
@@ -324,6 +325,16 @@ class TokenFiles(_Files):
                 start = stop + 1
         if start < len(tokens):
             yield start, len(tokens), number
+
+
+def _by_file(files: int, holdout: float) -> bool:
+    return holdout > 0 and files >= math.ceil(2 / holdout)
+
+
+def _block_size(data: DataConfig, sizes: list[int], total: int, most: int) -> int:
+    """Bytes or tokens of a block, see the module's docstring."""
+    by_file = _by_file(sum(size > 0 for size in sizes), data.holdout)
+    return max(piece_size(data), most if by_file else min(total // 1024, most))
 
 
 def piece_size(data: DataConfig) -> int:
@@ -364,8 +375,6 @@ class _replacing:
 
 def _match(kind: str, pattern: str) -> tuple[list[Path], list[str]]:
     """The files that a pattern matches, sorted, and their paths below the pattern's fixed part."""
-    if not pattern:
-        raise UserError(f"data.source: {kind}: needs a path or a glob pattern behind the colon")
     expanded = os.path.expanduser(pattern)
     fixed = expanded
     while glob.has_magic(fixed):
@@ -412,9 +421,6 @@ def _open_tokens(path: Path, token_dtype: str) -> np.ndarray:
         return tokens
     if path.suffix != ".bin":
         raise UserError(f"{path}: tokens: reads .npy and .bin files, not {path.suffix or 'files without an ending'}")
-    allowed = ("uint8", "uint16", "uint32", "int32", "int64")
-    if token_dtype not in allowed:
-        raise UserError(f"data.token_dtype: {token_dtype!r} is not one of {', '.join(allowed)}")
     item, size = np.dtype(token_dtype).itemsize, path.stat().st_size
     if size % item:
         raise UserError(f"{path}: {size} bytes are no multiple of the {item} of data.token_dtype={token_dtype}")
@@ -424,9 +430,8 @@ def _open_tokens(path: Path, token_dtype: str) -> np.ndarray:
 def _take_split(index: _Index, names: list[str], holdout: float, split: str, label: str) -> _Index:
     """The documents of a split; each split has at least one, or UserError."""
     seeds = np.array([_hash(name) for name in names], np.uint64)
-    by_file = holdout > 0 and len(np.unique(index.file)) >= math.ceil(2 / holdout)
-    score = seeds[index.file]
-    if not by_file:
+    score = seeds[index.owner]
+    if not _by_file(len(np.unique(index.owner)), holdout):
         score = _mix(score + index.number.astype(np.uint64))
     held = score < np.uint64(holdout * 2**64) if holdout < 1 else np.ones(len(score), bool)
     if holdout > 0 and not held.any():

@@ -11,7 +11,7 @@ import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol
 
 import numpy as np
 
@@ -22,7 +22,6 @@ from mhc.errors import UserError
 
 Split = Literal["train", "validation"]
 _READ_TO_MEASURE = 10_000  # TFDS examples: no more are read just to learn their sizes
-_KINDS = ("stdlib", "tfds:<name>", "text:<glob>", "tokens:<glob>")
 
 
 class Source(Protocol):
@@ -58,24 +57,18 @@ def open_source(data: DataConfig, split: Split) -> Source:
     all of it for text: and tokens:, its validation split for stdlib and tfds:. Otherwise it is what ``data.source``
     holds out: its own validation split (TFDS: ``validation``, else ``test``), or a share of ``data.holdout`` of it.
 
-    Raises UserError for an unknown source, and for everything that is wrong with the corpus.
+    Raises UserError for everything that is wrong with the corpus.
     """
     apart = data.validation is not None and data.validation != data.source
-    field = "data.source"
-    spec = data.source
-    if split == "validation" and apart:
-        assert data.validation is not None
-        field, spec = "data.validation", data.validation
-    kind, _, rest = spec.partition(":")
+    spec = data.validation if split == "validation" and data.validation is not None else data.source
+    kind, _, rest = spec.partition(":")  # one of the four kinds, by DataConfig
     if spec == "stdlib":
         return _Tfds(stdlib.prepare(cache_directory(data)), "text", split, "stdlib", data.holdout, whole=False)
-    if kind == "tfds" and rest:
+    if kind == "tfds":
         return _open_tfds(data, rest, split, whole=apart)
-    if kind == "text" and rest:
+    if kind == "text":
         return TextFiles(data, rest, split, whole=apart)
-    if kind == "tokens" and rest:
-        return TokenFiles(data, rest, split, whole=apart)
-    raise UserError(f"{field}: {spec!r} is no source; allowed: {', '.join(_KINDS)}{_hint(spec, kind, rest)}")
+    return TokenFiles(data, rest, split, whole=apart)
 
 
 def documents(data: DataConfig, split: Split) -> Iterator[bytes]:
@@ -174,7 +167,10 @@ def _open_tfds(data: DataConfig, name: str, split: Split, whole: bool) -> Source
     except Exception as error:  # TFDS has a dozen kinds for "no such dataset, configuration or version"
         if isinstance(error, OSError) and not isinstance(error, FileNotFoundError):
             raise
-        prepared = sorted(path.name for path in where.iterdir() if path.is_dir()) if where.is_dir() else []
+        found = [*where.glob("*/*/dataset_info.json"), *where.glob("*/*/*/dataset_info.json")]
+        prepared = sorted(
+            {path.relative_to(where).parts[0] for path in found} - {p.name for p in where.glob("stdlib-*")}
+        )
         base = name.split("/")[0].split(":")[0]
         near = [] if base in prepared else difflib.get_close_matches(base, prepared, 1)
         hint = f"did you mean 'tfds:{near[0]}'? To prepare it" if near else "to prepare it"
@@ -183,14 +179,3 @@ def _open_tfds(data: DataConfig, name: str, split: Split, whole: bool) -> Source
             f"tfds build {name} --data_dir={where} --file_format=array_record"
         ) from None
     return _Tfds(Path(builder.data_path), data.field, split, f"tfds:{name}", data.holdout, whole)
-
-
-def _hint(spec: str, kind: str, rest: str) -> str:
-    if kind in ("tfds", "text", "tokens"):
-        return f"; {kind}: wants a name or a path behind the colon"
-    near: list[Any] = difflib.get_close_matches(kind, ["stdlib", "tfds", "text", "tokens"], 1)
-    if near:
-        return f"; did you mean {near[0] + (':' + rest if rest else '' if near[0] == 'stdlib' else ':')!r}?"
-    if os.path.exists(os.path.expanduser(spec)):
-        return f"; did you mean {'text:' + spec!r}?"
-    return ""
