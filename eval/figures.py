@@ -30,6 +30,7 @@ _SPARE_COLOURS = ("#e69f00", "#56b4e9", "#882255", "#44aa99", "#999933")
 _DASHES: tuple[tuple[float, ...], ...] = ((), (5, 1.8), (1.4, 1.4), (6, 1.5, 1.4, 1.5))
 _INK, _GRID = "#333333", "#e3e3e3"
 _DPI = 200
+_CROWD = 8  # more arms than this: the legend names kinds, and raw lines are left out
 _POINTS = 1500  # drawn per line: more than the pixels of a figure's width
 _NARROW, _WIDE = 5.3, 10.8  # inches; a page shows an inch as 100 CSS pixels
 
@@ -80,6 +81,7 @@ def draw(arms: Sequence[Arm], baselines: Baselines, folder: Path) -> list[Drawn]
     folder.mkdir(parents=True, exist_ok=True)
     look = styles(arms)
     drawn: list[Drawn] = []
+    raw = "Every step in light lines, smoothed in full ones" if len(arms) <= _CROWD else "Smoothed"
 
     def add(name: str, figure: Figure, title: str, caption: str) -> None:
         path = folder / f"{name}.png"
@@ -87,12 +89,7 @@ def draw(arms: Sequence[Arm], baselines: Baselines, folder: Path) -> list[Drawn]
         figure.savefig(path, dpi=_DPI)
         drawn.append(Drawn(path, title, caption, figure.get_figwidth() > _NARROW))
 
-    add(
-        "loss",
-        _loss(arms, look),
-        "Training loss",
-        "Every step in light lines, smoothed in full ones; points: validation.",
-    )
+    add("loss", _loss(arms, look), "Training loss", f"{raw}; points: validation.")
     if any(len(arm.column("val_bits_per_byte")[0]) for arm in arms):
         add(
             "validation",
@@ -105,14 +102,15 @@ def draw(arms: Sequence[Arm], baselines: Baselines, folder: Path) -> list[Drawn]
             "loss_gap",
             _gap(arms, look),
             "Loss gap to plain",
-            "Loss minus plain's at the same step (below zero is better than plain), smoothed; points: validation. Plain is "
-            "the arm that differs in the residual alone; without one, the mean of those with the same seeds, else of all.",
+            "Loss minus plain's at the same step (below zero is better than plain), smoothed; points: validation. "
+            "Plain is the arm that differs in the residual alone; without one, the mean of those with the same seeds, "
+            "else of all.",
         )
     add(
         "grad_norm",
         _grad_norm(arms, look),
         "Gradient norm",
-        "Global norm before clipping, log scale; every step in light lines, smoothed in full ones.",
+        f"Global norm before clipping, log scale. {raw}.",
     )
     probed = [arm for arm in arms if arm.kind != "plain" and len(arm.gains("forward")[0])]
     if probed:
@@ -126,14 +124,14 @@ def draw(arms: Sequence[Arm], baselines: Baselines, folder: Path) -> list[Drawn]
             "gain_depth_last",
             _gain_depth(probed, look, lambda gains: len(gains) - 1),
             "Composite gain over depth at the last probe",
-            "Token mean per sublayer; log scale. Forward: of H_k … H_0, backward: of H_(S−1) … H_k. Shaded: sublayer 0, "
-            "whose streams are still identical, so that its H_res changes nothing.",
+            "Token mean per sublayer; log scale. Forward: of H_k … H_0, backward: of H_(S−1) … H_k. Shaded and hollow: "
+            "sublayer 0, where all streams are still identical, so that mixing them is inert.",
         )
         add(
             "gain_depth_peak",
             _gain_depth(probed, look, lambda gains: int(np.argmax(gains.max(axis=1)))),
             "Composite gain over depth at its peak",
-            "The same at the probe at which each arm's gain in that direction is largest (the step is in the legend).",
+            "The same at the probe at which each arm's gain in that direction is largest (the legend names the step).",
         )
     return drawn
 
@@ -160,7 +158,7 @@ def _loss(arms: Sequence[Arm], look: dict[str, Style]) -> Figure:
     figure, (axes,) = _figure(arms, look)
     for arm in arms:
         steps, loss = arm.column("loss")
-        _raw_and_smooth(axes, steps, loss, look[arm.name])
+        _raw_and_smooth(axes, steps, loss, look[arm.name], raw=len(arms) <= _CROWD)
         _points(axes, *arm.column("val_loss"), look[arm.name])
     axes.set_ylabel("loss (nats per token)")
     _limit_top(axes, [arm.column("loss")[1] for arm in arms])
@@ -215,7 +213,7 @@ def _gap(arms: Sequence[Arm], look: dict[str, Style]) -> Figure:
 def _grad_norm(arms: Sequence[Arm], look: dict[str, Style]) -> Figure:
     figure, (axes,) = _figure(arms, look)
     for arm in arms:
-        _raw_and_smooth(axes, *arm.column("grad_norm"), look[arm.name])
+        _raw_and_smooth(axes, *arm.column("grad_norm"), look[arm.name], raw=len(arms) <= _CROWD)
     clips = {arm.flat.get("optimizer.clip_norm") for arm in arms}
     clip = clips.pop() if len(clips) == 1 else None
     if clip is not None:
@@ -268,9 +266,7 @@ def _gain_depth(arms: Sequence[Arm], look: dict[str, Style], pick: Callable[[Flo
         axes.set_xlabel("sublayer")
         axes.xaxis.set_major_locator(ticker.MaxNLocator(integer=True))
         _log(axes)
-        axes.legend(
-            handles=handles, loc="best", fontsize=8 if len(arms) <= 8 else 6.5, ncols=1 if len(arms) <= 8 else 2
-        )
+        axes.legend(handles=handles if len(arms) <= _CROWD else _kind_handles(arms, look), loc="best", fontsize=8)
     panels[0].set_ylabel("composite gain")
     return figure
 
@@ -280,10 +276,14 @@ def _figure(
 ) -> tuple[Figure, list[Axes]]:
     """An empty figure of one narrow panel, or of several side by side with one y axis; the legend above them."""
     width = _WIDE if panels > 1 else _NARROW
-    per_row = 6 if panels > 1 else 3
-    longest = max(len(arm.name) for arm in arms)
-    per_row = max(1, min(per_row, int(width * 13 / (longest + 7))))
-    rows = -(-len(arms) // per_row) if legend else 0
+    handles = []
+    if legend and len(arms) <= _CROWD:
+        handles = [_handle(look[arm.name], arm.name) for arm in arms]
+    elif legend:
+        handles = _kind_handles(arms, look)
+    longest = max((len(str(handle.get_label())) for handle in handles), default=0)
+    per_row = max(1, min(6, int(width * 13 / (longest + 7))))
+    rows = -(-len(handles) // per_row)
     figure = Figure(figsize=(width, 3.25 + 0.19 * rows), layout="constrained", facecolor="white")
     grid = figure.subplots(1, panels, squeeze=False, sharey=True)
     for axes in grid[0]:
@@ -296,8 +296,7 @@ def _figure(
             label.set_color(_INK)
         axes.xaxis.label.set_fontsize(9)
         axes.yaxis.label.set_fontsize(9)
-    if legend:
-        handles = [_handle(look[arm.name], arm.name) for arm in arms]
+    if handles:
         figure.legend(handles=handles, loc="outside upper left", ncols=per_row, frameon=False, fontsize=8.5)
     return figure, list(grid[0])
 
@@ -312,8 +311,19 @@ def _handle(style: Style, label: str) -> Line2D:
     return Line2D([], [], color=style.colour, dashes=style.dashes or (None, None), linewidth=1.6, label=label)
 
 
+def _kind_handles(arms: Sequence[Arm], look: dict[str, Style]) -> list[Line2D]:
+    """One handle per kind, in the colour of its first arm."""
+    kinds: dict[str, list[Arm]] = {}
+    for arm in arms:
+        kinds.setdefault(arm.kind, []).append(arm)
+    return [
+        _handle(Style(look[group[0].name].colour, ()), f"{kind} ({len(group)} arms)" if len(group) > 1 else kind)
+        for kind, group in kinds.items()
+    ]
+
+
 def _line(axes: Axes, x: Floats, y: Floats, style: Style, *, marker: str = "", markersize: float = 0) -> None:
-    """A full line; where a value is not finite, a cross stands at the last finite one."""
+    """A line, broken where a value is not finite."""
     x, y = _thin(x, y) if not marker else (x, y)
     finite = np.isfinite(y)
     axes.plot(
@@ -327,9 +337,11 @@ def _line(axes: Axes, x: Floats, y: Floats, style: Style, *, marker: str = "", m
     )
 
 
-def _raw_and_smooth(axes: Axes, x: Floats, y: Floats, style: Style) -> None:
-    raw_x, raw_y = _envelope(x, np.where(np.isfinite(y), y, np.nan))
-    axes.plot(raw_x, raw_y, color=style.colour, linewidth=0.7, alpha=0.3)
+def _raw_and_smooth(axes: Axes, x: Floats, y: Floats, style: Style, *, raw: bool) -> None:
+    """The smoothed series, over its raw values; a cross where it stops being finite."""
+    if raw:
+        raw_x, raw_y = _envelope(x, np.where(np.isfinite(y), y, np.nan))
+        axes.plot(raw_x, raw_y, color=style.colour, linewidth=0.7, alpha=0.3)
     _line(axes, x, smooth(y), style)
     broken = np.flatnonzero(~np.isfinite(y))
     if len(broken):

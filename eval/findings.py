@@ -11,13 +11,14 @@ import numpy as np
 
 from eval.ngram import Baselines
 from eval.recompute import Recomputed
-from eval.runs import Arm, differing_fields, reference_arms
+from eval.runs import Arm, differing_fields, twins
 
 AGREEMENT = 1e-4  # relative difference up to which recomputed gains count as the logged ones
 
 Measures = Mapping[str, Mapping[str, Any]]
 
 _SEEDS = ("seed.init", "seed.data")
+_LISTED = 4  # comparisons over seeds that are said in sentences
 _NOT_DATA = ("data.prefetch", "data.cache_dir")  # change neither text nor order
 
 
@@ -74,6 +75,61 @@ def groups(arms: Sequence[Arm]) -> dict[str, list[Arm]]:
     return out
 
 
+@dataclasses.dataclass(frozen=True)
+class OverSeeds:
+    """Validation bits per byte of the arms that differ in their seeds alone.
+
+    Attributes:
+        label: the kind, and what else tells the group from the others.
+        n: seeds with a finite result.
+        mean, std: over those seeds; std (n − 1 in the denominator) is None for one seed.
+        differences: the group's result minus that of the plain arm that differs in the residual alone, for every seed
+            that has both.
+        verdict: what the differences allow to say; empty when there are fewer than two.
+    """
+
+    label: str
+    n: int
+    mean: float | None
+    std: float | None
+    differences: tuple[float, ...]
+    verdict: str
+
+
+def over_seeds(arms: Sequence[Arm], measures: Measures) -> list[OverSeeds]:
+    """One entry per group of arms that differ in their seeds alone."""
+    out = []
+    scored = _scored(arms, measures)
+    for label, group in groups(arms).items():
+        values = [scored[arm.name] for arm in group if arm.name in scored]
+        differences = []
+        for arm in group if group[0].kind != "plain" else []:
+            pair = [other.name for other in twins(arm, arms)]
+            if len(pair) == 1 and pair[0] in scored and arm.name in scored:
+                differences.append(scored[arm.name] - scored[pair[0]])
+        out.append(
+            OverSeeds(
+                label,
+                len(values),
+                float(np.mean(values)) if values else None,
+                float(np.std(values, ddof=1)) if len(values) > 1 else None,
+                tuple(differences),
+                _verdict(differences),
+            )
+        )
+    return out
+
+
+def _verdict(differences: Sequence[float]) -> str:
+    """By the sign test alone: n equal signs come up by chance once in 2^(n−1) times."""
+    n, lower = len(differences), sum(difference < 0 for difference in differences)
+    if n < 2:
+        return ""
+    if lower not in (0, n):
+        return "the seeds do not separate the two"
+    return f"all {n} seeds agree in sign, as they would by chance once in {2 ** (n - 1)} times"
+
+
 def _ranking(arms: Sequence[Arm], measures: Measures) -> list[str]:
     scored = _scored(arms, measures)
     if not scored:
@@ -93,8 +149,8 @@ def _against_baselines(arms: Sequence[Arm], measures: Measures, baselines: Basel
         return []
     worst, bits = list(scored.items())[-1]
     text = (
-        f"Byte n-gram models reach {baselines.unigram:.4f} (unigram) and {baselines.bigram:.4f} (bigram) bits per byte; "
-        f"the worst arm, {worst}, lies {_under(baselines.unigram - bits)} the unigram"
+        f"Byte n-gram models reach {baselines.unigram:.4f} (unigram) and {baselines.bigram:.4f} (bigram) bits per "
+        f"byte; the worst arm, {worst}, lies {_under(baselines.unigram - bits)} the unigram"
     )
     over = [name for name, bits in scored.items() if bits >= baselines.bigram]
     return [
@@ -110,44 +166,20 @@ def _scored(arms: Sequence[Arm], measures: Measures) -> dict[str, float]:
 
 
 def _seeds(arms: Sequence[Arm], measures: Measures) -> list[str]:
-    grouped = groups(arms)
-    if all(len(group) == 1 for group in grouped.values()):
+    results = over_seeds(arms, measures)
+    if all(result.n <= 1 for result in results):
         return [
             "Every arm ran with one seed, so a difference in loss between two arms cannot be told from the spread "
             "between seeds. Repeat with several seeds before ranking the arms."
         ]
-    out = []
-    for label, group in grouped.items():
-        bits = [measures[arm.name]["bits_per_byte"] for arm in group]
-        values = [value for value in bits if value is not None and math.isfinite(value)]
-        if len(values) > 1:
-            out.append(
-                f"{label}: {np.mean(values):.4f} ± {np.std(values, ddof=1):.4f} bits per byte "
-                f"(mean and standard deviation over {len(values)} seeds)."
-            )
-    for label, group in grouped.items():
-        if group[0].kind == "plain":
-            continue
-        differences = []
-        for arm in group:
-            same = [other for other in reference_arms(arm, arms) if other.seeds == arm.seeds]
-            pair = [measures[other.name]["bits_per_byte"] for other in same] + [measures[arm.name]["bits_per_byte"]]
-            if len(same) == 1 and all(value is not None and math.isfinite(value) for value in pair):
-                differences.append(pair[1] - pair[0])
-        if len(differences) < 2:
-            continue
-        lower, n = sum(difference < 0 for difference in differences), len(differences)
-        text = (
-            f"{label} minus plain, paired by seed: {np.mean(differences):+.4f} bits per byte (from "
-            f"{min(differences):+.4f} to {max(differences):+.4f} over {n} seeds)"
-        )
-        if lower not in (0, n):
-            text += "; the seeds do not separate the two."
-        elif n < 5:
-            text += f"; all {n} seeds agree in sign, which {n} seeds do by chance once in {2 ** (n - 1)} times."
-        else:
-            text += f"; all {n} seeds agree in sign."
-        out.append(text)
+    paired = [result for result in results if len(result.differences) > 1]
+    out = [
+        f"{result.label} minus plain, paired by seed: {np.mean(result.differences):+.4f} bits per byte (from "
+        f"{min(result.differences):+.4f} to {max(result.differences):+.4f}); {result.verdict}."
+        for result in paired[:_LISTED]
+    ]
+    if len(paired) > _LISTED:
+        out.append(f"The table over seeds holds {len(paired) - _LISTED} more of these comparisons.")
     return out
 
 
@@ -221,7 +253,7 @@ def _recomputed(arms: Sequence[Arm], recomputed: Mapping[str, Recomputed] | None
         verdict = "agree with" if known[worst] <= AGREEMENT else "DIFFER from"
         out.append(
             f"Gains recomputed from the final checkpoints {verdict} the logged ones: largest relative difference "
-            f"{known[worst]:.1e} ({worst}), limit {AGREEMENT:.0e}."
+            f"{known[worst]:.1e} ({worst}), limit {AGREEMENT:g}."
         )
     missing = [f"{arm.name} ({recomputed[arm.name].reason})" for arm in arms if recomputed[arm.name].difference is None]
     if missing:

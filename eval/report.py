@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from eval.figures import Drawn, Style, styles
-from eval.findings import Finding, Measures, number
+from eval.findings import Finding, Measures, number, over_seeds
 from eval.ngram import Baselines
 from eval.recompute import PRESETS, Recomputed
 from eval.runs import Arm, differing_fields
@@ -33,8 +33,8 @@ figure.wide { grid-column: 1 / -1; }
 figure img { display: block; width: 100%; height: auto; }
 figcaption { color: #666; font-size: 13px; line-height: 1.4; margin-top: 4px; }
 .scroll { overflow-x: auto; }
-table { border-collapse: collapse; font-size: 13px; line-height: 1.35; font-variant-numeric: tabular-nums; }
-th, td { padding: 5px 9px; text-align: right; border-bottom: 1px solid #e6e6e6; white-space: nowrap; }
+table { border-collapse: collapse; font-size: 12.5px; line-height: 1.35; font-variant-numeric: tabular-nums; }
+th, td { padding: 5px 7px; text-align: right; border-bottom: 1px solid #e6e6e6; white-space: nowrap; }
 th { vertical-align: bottom; font-weight: 600; color: #444; border-bottom-color: #aaa; }
 th:first-child, td:first-child, .text { text-align: left; }
 td svg { vertical-align: middle; margin-right: 7px; }
@@ -52,8 +52,8 @@ sublayer, measured per token on a fixed probe batch and averaged over its tokens
 <ul>
 <li><b>Forward</b>, of H<sub>k</sub> … H<sub>1</sub> H<sub>0</sub>: the largest absolute row sum, by how much a signal
 that all streams share can grow on its way from the embedding to sublayer <i>k</i>.</li>
-<li><b>Backward</b>, of H<sub>S−1</sub> … H<sub>k</sub>: the largest absolute column sum, by how much a gradient can grow
-on its way from the head back to sublayer <i>k</i>.</li>
+<li><b>Backward</b>, of H<sub>S−1</sub> … H<sub>k</sub>: the largest absolute column sum, by how much a gradient can
+grow on its way from the head back to sublayer <i>k</i>.</li>
 </ul>
 <p>A plain residual has gain 1 both ways. HC learns H_res freely, so its gains may take any value. mHC projects H_res
 onto the doubly stochastic matrices (non-negative, rows and columns sum to 1), which are closed under products: exact
@@ -104,6 +104,7 @@ def render(
 <h2>Arms</h2>
 {_arms_table(arms, measures, look)}
 {_baselines_note(baselines)}
+{_seeds_table(arms, measures)}
 <h2>Figures</h2>
 <div class="figures">{pictures}</div>
 <h2>Gains recomputed from the final checkpoints</h2>
@@ -178,7 +179,7 @@ def _arms_table(arms: Sequence[Arm], measures: Measures, look: Mapping[str, Styl
     header = [
         "arm",
         '<th class="text">kind</th>',
-        "parameters",
+        "params",
         "steps",
         "val. loss<br>(nats)",
         "val. bits<br>per byte",
@@ -197,13 +198,44 @@ def _baselines_note(baselines: Baselines) -> str:
     if baselines.unigram is None or baselines.bigram is None:
         return f'<p class="note">No n-gram baselines: {_text(baselines.reason)}.</p>'
     text = (
-        f"Baselines on the same split: byte unigram {baselines.unigram:.4f}, byte bigram {baselines.bigram:.4f} bits per "
-        f"byte (add-one smoothing over 256 bytes, counted on {baselines.train_bytes:,} training bytes, scored on "
+        f"Baselines on the same split: byte unigram {baselines.unigram:.4f}, byte bigram {baselines.bigram:.4f} bits "
+        f"per byte (add-one smoothing over 256 bytes, counted on {baselines.train_bytes:,} training bytes, scored on "
         f"{baselines.validation_bytes:,} validation bytes)."
     )
     if baselines.truncated:
         text += " The corpus is larger; only its beginning was counted."
     return f'<p class="note">{text}</p>'
+
+
+def _seeds_table(arms: Sequence[Arm], measures: Measures) -> str:
+    results = over_seeds(arms, measures)
+    if all(result.n <= 1 for result in results):
+        return ""
+    rows = []
+    for result in results:
+        differences = result.differences
+        span = f"{min(differences):+.4f} to {max(differences):+.4f}" if differences else "–"
+        rows.append(
+            [
+                f"<td>{_text(result.label)}</td>",
+                _cell(str(result.n)),
+                _cell(number(result.mean, 5)),
+                _cell(number(result.std, 2)),
+                _cell(f"{sum(differences) / len(differences):+.4f}" if differences else "–"),
+                _cell(span),
+                f'<td class="text note">{_text(result.verdict)}</td>',
+            ]
+        )
+    header = [
+        "group",
+        "seeds",
+        "bits per byte<br>(mean)",
+        "standard<br>deviation",
+        "minus plain<br>(paired by seed)",
+        "range",
+        '<th class="text"></th>',
+    ]
+    return "<h2>Over seeds</h2>" + _table(header, rows)
 
 
 def _recomputed_table(
@@ -242,8 +274,9 @@ def _recomputed_table(
         "largest relative difference<br>to the logged gains",
     ]
     note = (
-        '<p class="note">Token-mean composite gain, largest over sublayers, of the final checkpoint on the run\'s probe '
-        "batch. For mhc the same parameters are also projected with the other preset: the direction that is exact swaps.</p>"
+        '<p class="note">Token-mean composite gain, largest over sublayers, of the final checkpoint on the run\'s '
+        "probe batch. For mhc the same parameters are also projected with the other preset: the direction that is "
+        "exact swaps.</p>"
     )
     return _table(header, rows) + note
 

@@ -39,7 +39,7 @@ class Arm:
 
     name: str
     path: Path
-    config: Mapping[str, Any]
+    config: dict[str, Any]
     metrics: Sequence[Mapping[str, Any]]
     probes: Sequence[Mapping[str, Any]]
     summary: Mapping[str, Any] | None
@@ -189,8 +189,12 @@ def reference_arms(arm: Arm, arms: Sequence[Arm]) -> list[Arm]:
     Those that differ from it in the residual alone; where there are none, those with the same seeds; else all.
     """
     plain = [other for other in arms if other.kind == "plain"]
-    twins = [other for other in plain if _outside_residual(other) == _outside_residual(arm)]
-    return twins or [other for other in plain if other.seeds == arm.seeds] or plain
+    return twins(arm, arms) or [other for other in plain if other.seeds == arm.seeds] or plain
+
+
+def twins(arm: Arm, arms: Sequence[Arm]) -> list[Arm]:
+    """The plain arms that differ from ``arm`` in the residual alone."""
+    return [other for other in arms if other.kind == "plain" and _outside_residual(other) == _outside_residual(arm)]
 
 
 def gap_to_plain(arm: Arm, arms: Sequence[Arm], key: str) -> tuple[Floats, Floats]:

@@ -1,6 +1,6 @@
 """Made-up run folders with the files, keys and rough shapes of real ones, for tests of the comparison.
 
-python tests/eval/synthetic_runs.py DIR      writes three arms, to look at a report
+python -m tests.eval.synthetic_runs DIR      writes three arms, to look at a report
 """
 
 from __future__ import annotations

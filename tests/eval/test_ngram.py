@@ -71,7 +71,7 @@ def test_no_validation_bytes() -> None:
 
 @pytest.fixture
 def corpus(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[bytes]]:
-    """A corpus in place of the data pipeline."""
+    """A corpus in place of the data package."""
     splits: dict[str, list[bytes]] = {"train": [b"abab", b"ba"], "validation": [b"ab", b"b"]}
 
     def stream(config: DataConfig, split: str) -> Iterator[bytes]:
@@ -79,9 +79,9 @@ def corpus(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[bytes]]:
             raise UserError("data.source: no file matches 'missing'")
         return iter(splits[split])
 
-    module = types.ModuleType("mhc.data.pipeline")
+    module = types.ModuleType("mhc.data.sources")
     module.documents = stream  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "mhc.data.pipeline", module)
+    monkeypatch.setitem(sys.modules, "mhc.data.sources", module)
     return splits
 
 

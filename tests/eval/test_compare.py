@@ -1,0 +1,505 @@
+"""The comparison on made-up runs (synthetic_runs.py): what it reads, what it says, and that the report stands alone."""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import json
+import math
+import re
+import struct
+import sys
+import types
+from collections.abc import Callable
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import eval.compare as compare_module
+from eval.compare import compare, main
+from eval.figures import Style, _envelope, smooth, styles
+from eval.findings import findings, number, over_seeds
+from eval.ngram import Baselines
+from eval.recompute import gain_difference, recompute
+from eval.runs import Arm, gap_to_plain, load, measures, reference_arms
+from mhc.config import DataConfig
+from mhc.errors import UserError
+from mhc.monitor.writers import JsonlWriter, read_json, read_jsonl, write_json
+from tests.eval.synthetic_runs import GAINS, config, demo, probe, write_run
+
+NO_BASELINES = Baselines(None, None, "none asked for")
+SCHEMA = {
+    "kind",
+    "val_loss",
+    "bits_per_byte",
+    "peak_forward_gain",
+    "peak_backward_gain",
+    "max_grad_norm",
+    "spike_score_loss",
+    "tokens_per_second",
+    "seconds",
+    "params",
+    "recomputed_gain_difference",
+}
+
+
+def arms_in(root: Path) -> list[Arm]:
+    return load([root])[1]
+
+
+def said(arms: list[Arm], **changes: Any) -> list[str]:
+    """All sentences about the arms, recomputation left out."""
+    options: dict[str, Any] = {"baselines": NO_BASELINES, "recomputed": None, "warnings": []} | changes
+    return [finding.text for finding in findings(arms, {arm.name: measures(arm) for arm in arms}, **options)]
+
+
+@dataclasses.dataclass(frozen=True)
+class Loaded:
+    folder: Path
+    step: int
+
+
+def install_checkpoints(monkeypatch: pytest.MonkeyPatch, error: float = 0.0, step: int | None = None) -> None:
+    """Stand-ins for the checkpoint reader and the probe: they return the synthetic gains, off by ``error``."""
+
+    def load_run(folder: Path, step_asked: int | None = None) -> Loaded:
+        if not (folder / "summary.json").exists():
+            raise UserError(f"{folder}: no checkpoint")
+        return Loaded(folder, step if step is not None else read_json(folder / "config.json")["train"]["steps"])
+
+    def probe_run(loaded: Loaded, sinkhorn: str | None = None) -> dict[str, np.ndarray]:
+        stored = read_json(loaded.folder / "config.json")
+        settings = config(
+            stored["residual"]["kind"],
+            layers=stored["model"]["layers"],
+            steps=stored["train"]["steps"],
+            residual__sinkhorn=sinkhorn or stored["residual"]["sinkhorn"],
+        )
+        return {key: (1 + error) * np.asarray(probe(settings, loaded.step)[key]) for key in GAINS}
+
+    checkpoint, probes = types.ModuleType("mhc.train.checkpoint"), types.ModuleType("mhc.monitor.probes")
+    checkpoint.load_run, probes.probe_run = load_run, probe_run  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "mhc.train", types.ModuleType("mhc.train"))
+    monkeypatch.setitem(sys.modules, "mhc.train.checkpoint", checkpoint)
+    monkeypatch.setitem(sys.modules, "mhc.monitor.probes", probes)
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a whole comparison of three arms."""
+    root = demo(tmp_path_factory.mktemp("runs") / "demo")
+    with pytest.MonkeyPatch.context() as patch:
+        install_checkpoints(patch, error=1e-6)
+        patch.setattr(compare_module, "baselines", lambda data: Baselines(4.6, 3.6, None, 1000, 100))
+        assert compare([root]) == root / "report.html"
+    return root
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No figures and no corpus: for tests of everything else."""
+    monkeypatch.setattr(compare_module, "draw", lambda arms, baselines, folder: [])
+    monkeypatch.setattr(compare_module, "baselines", lambda data: NO_BASELINES)
+
+
+# -- the report ---------------------------------------------------------------------------------------------------
+
+
+def test_report_holds_every_figure_and_asks_for_nothing_outside(report: Path) -> None:
+    page = (report / "report.html").read_text("utf-8")
+    files = sorted((report / "figures").glob("*.png"))
+    assert {file.stem for file in files} == {
+        "loss",
+        "validation",
+        "loss_gap",
+        "grad_norm",
+        "gain_steps",
+        "gain_depth_last",
+        "gain_depth_peak",
+    }
+    inline = re.findall(r'src="data:image/png;base64,([^"]+)"', page)
+    assert sorted(map(base64.b64decode, inline)) == sorted(file.read_bytes() for file in files)
+    assert len(re.findall(r"\b(?:src|href|srcset|action)\s*=", page)) == len(files)
+    assert "://" not in page and "@import" not in page and "url(" not in page and "<script" not in page
+
+
+def test_figures_are_twice_as_dense_as_the_page_shows_them(report: Path) -> None:
+    for file in (report / "figures").glob("*.png"):
+        (width,) = struct.unpack(">I", file.read_bytes()[16:20])
+        assert width == (2160 if file.stem.startswith("gain") else 1060), file.name
+
+
+def test_report_is_well_formed(report: Path) -> None:
+    class Balance(HTMLParser):
+        open: list[str] = []  # noqa: RUF012
+        texts = ""
+
+        def handle_starttag(self, tag: str, attrs: object) -> None:
+            if tag not in ("meta", "img", "br", "wbr", "line"):
+                self.open.append(tag)
+
+        def handle_endtag(self, tag: str) -> None:
+            if tag != "line":
+                assert self.open.pop() == tag
+
+        def handle_data(self, data: str) -> None:
+            self.texts += data
+
+    parser = Balance()
+    parser.feed((report / "report.html").read_text("utf-8"))
+    parser.close()
+    assert not parser.open
+    assert "How to read this" in parser.texts and "one seed" in parser.texts
+
+
+def test_summary_has_the_schema_and_strict_json(report: Path) -> None:
+    def refuse(name: str) -> None:
+        raise AssertionError(name)
+
+    summary = json.loads((report / "summary.json").read_text(), parse_constant=refuse)
+    assert list(summary["arms"]) == ["plain", "hc", "mhc"]
+    assert summary["baselines"] == {"unigram": 4.6, "bigram": 3.6}
+    for name, arm in summary["arms"].items():
+        assert set(arm) >= SCHEMA
+        assert all(arm[key] is not None for key in SCHEMA)
+        assert arm["kind"] == name
+        run = read_json(report / name / "summary.json")
+        for key in ("val_loss", "bits_per_byte", "seconds", "params"):
+            assert arm[key] == run[key]
+        metrics = read_jsonl(report / name / "metrics.jsonl")
+        assert arm["max_grad_norm"] == max(row["grad_norm"] for row in metrics)
+        probes = read_jsonl(report / name / "probes.jsonl")
+        for way in ("forward", "backward"):
+            assert arm[f"peak_{way}_gain"] == max(max(row[f"gain/{way}_composite_mean"]) for row in probes)
+        assert arm["recomputed_gain_difference"] == pytest.approx(1e-6, rel=1e-3)
+    assert summary["arms"]["plain"]["peak_forward_gain"] == summary["arms"]["plain"]["peak_backward_gain"] == 1
+
+
+def test_mhc_is_shown_under_both_presets(report: Path) -> None:
+    gains = read_json(report / "summary.json")["arms"]["mhc"]["recomputed_gains"]
+    assert set(gains) == {"paper", "deepseek"}
+    assert gains["paper"]["backward"] == gains["deepseek"]["forward"] > 1.05
+    assert gains["paper"]["forward"] == gains["deepseek"]["backward"] == pytest.approx(1.0, abs=1e-5)
+
+
+def test_a_second_comparison_overwrites_the_first(report: Path, quick: None) -> None:
+    assert main([str(report), "--no_recompute"]) == 0
+    summary = read_json(report / "summary.json")
+    assert summary["arms"]["hc"]["recomputed_gain_difference"] is None
+    assert any("--no_recompute" in text for text in summary["findings"])
+    assert "--no_recompute" in (report / "report.html").read_text()
+
+
+def test_names_are_escaped(tmp_path: Path, quick: None) -> None:
+    write_run(tmp_path / "<b>&x", config("plain", steps=20))
+    page = compare([tmp_path], recompute_gains=False).read_text()
+    assert "&lt;b&gt;&amp;x" in page and "<b>&x" not in page
+
+
+# -- reading runs -------------------------------------------------------------------------------------------------
+
+
+def test_runs_are_found_at_any_depth_and_named_from_the_common_root(tmp_path: Path) -> None:
+    for name in ("a/mhc_10", "a/mhc_9", "b/c/plain", ".hidden/hc"):
+        write_run(tmp_path / name, config(name.split("/")[-1].split("_")[0], steps=20))
+    write_run(tmp_path / "b/c/plain/checkpoints/copy", config("hc", steps=20))
+    root, arms, warnings = load([tmp_path])
+    assert (root, warnings) == (tmp_path, [])
+    assert [arm.name for arm in arms] == ["b/c/plain", "a/mhc_9", "a/mhc_10"]
+    root, arms, _ = load([tmp_path / "a/mhc_9", tmp_path / "b", tmp_path / "a"])
+    assert root == tmp_path and [arm.name for arm in arms] == ["b/c/plain", "a/mhc_9", "a/mhc_10"]
+    root, arms, _ = load([tmp_path / "a/mhc_9"])
+    assert root == tmp_path / "a" and [arm.name for arm in arms] == ["mhc_9"]
+
+
+def test_an_unfinished_run_with_a_torn_tail_is_reported(tmp_path: Path, quick: None) -> None:
+    write_run(tmp_path / "plain", config("plain", steps=40))
+    folder = write_run(tmp_path / "hc", config("hc", steps=40), until=25)
+    with (folder / "metrics.jsonl").open("ab") as file:
+        file.write(b'{"step":26,"lo')
+    page = compare([tmp_path], recompute_gains=False).read_text()
+    assert "unfinished" in page and "step 25 of 40" in page
+    arm = read_json(tmp_path / "summary.json")["arms"]["hc"]
+    assert arm["finished"] is False and arm["steps"] == 25 and arm["params"] is None
+
+
+def test_a_run_that_has_not_logged_is_left_out_with_a_warning(tmp_path: Path, quick: None) -> None:
+    write_run(tmp_path / "plain", config("plain", steps=20))
+    (tmp_path / "hc").mkdir()
+    write_json(tmp_path / "hc" / "config.json", dataclasses.asdict(config("hc")))
+    assert "hc is left out" in compare([tmp_path], recompute_gains=False).read_text()
+    assert list(read_json(tmp_path / "summary.json")["arms"]) == ["plain"]
+
+
+def test_a_diverged_run_is_reported(tmp_path: Path) -> None:
+    write_run(tmp_path / "plain", config("plain", steps=40))
+    folder = write_run(tmp_path / "hc", config("hc", steps=40), until=39)
+    log = JsonlWriter(folder / "metrics.jsonl")
+    log.write(
+        {"step": 40, "loss": math.nan, "grad_norm": math.inf, "val_loss": math.nan, "val_bits_per_byte": math.nan}
+    )
+    log.close()
+    arms = arms_in(tmp_path)
+    row = measures(arms[1])
+    assert math.isnan(row["val_loss"]) and row["max_grad_norm"] == math.inf
+    assert row["spike_score_loss"] == 1 / 40
+    sentences = said(arms)
+    assert "Non-finite losses or gradients occurred in hc." in sentences
+    assert sentences[0].startswith("plain has the lowest validation bits per byte")
+
+
+def test_without_probes_gains_are_unknown_except_for_plain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compare_module, "baselines", lambda data: NO_BASELINES)
+    for kind in ("plain", "hc"):
+        write_run(tmp_path / kind, config(kind, steps=20), probes=False)
+    compare([tmp_path], recompute_gains=False)
+    arms = read_json(tmp_path / "summary.json")["arms"]
+    assert arms["plain"]["peak_forward_gain"] == 1 and arms["hc"]["peak_forward_gain"] is None
+    assert {file.stem for file in (tmp_path / "figures").iterdir()} == {"loss", "validation", "loss_gap", "grad_norm"}
+
+
+@pytest.mark.parametrize("kinds", [("plain",), ("hc", "mhc")])
+def test_the_gap_needs_plain_and_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kinds: tuple[str, ...]
+) -> None:
+    monkeypatch.setattr(compare_module, "baselines", lambda data: NO_BASELINES)
+    for kind in kinds:
+        write_run(tmp_path / kind, config(kind, steps=20, layers=2))
+    page = compare([tmp_path], recompute_gains=False).read_text()
+    assert not (tmp_path / "figures" / "loss_gap.png").exists() and "Loss gap" not in page
+    assert (tmp_path / "figures" / "gain_depth_last.png").exists() == ("hc" in kinds)
+
+
+def test_the_gap_is_taken_to_the_twin_at_shared_steps(tmp_path: Path) -> None:
+    for seed in (0, 1):
+        write_run(tmp_path / f"plain{seed}", config("plain", seed=seed, steps=20))
+        write_run(tmp_path / f"mhc{seed}", config("mhc", seed=seed, steps=20), until=15)
+    write_run(tmp_path / "hc", config("hc", seed=1, steps=20, optimizer__lr=0.5))
+    write_run(tmp_path / "hc7", config("hc", seed=7, steps=20))
+    arms = {arm.name: arm for arm in arms_in(tmp_path)}
+    everyone = list(arms.values())
+    names = {name: [other.name for other in reference_arms(arm, everyone)] for name, arm in arms.items()}
+    assert names["mhc0"] == ["plain0"] and names["mhc1"] == ["plain1"]
+    assert names["hc"] == ["plain1"]  # no twin at this rate: the plain arm with its seeds
+    assert names["hc7"] == ["plain0", "plain1"]  # neither: all of them
+    steps, gap = gap_to_plain(arms["mhc1"], everyone, "loss")
+    assert steps.tolist() == list(range(1, 16))
+    np.testing.assert_array_equal(gap, arms["mhc1"].column("loss")[1] - arms["plain1"].column("loss")[1][:15])
+    _, gap = gap_to_plain(arms["hc7"], everyone, "loss")
+    mean = (arms["plain0"].column("loss")[1] + arms["plain1"].column("loss")[1]) / 2
+    np.testing.assert_allclose(gap, arms["hc7"].column("loss")[1] - mean)
+    steps, _ = gap_to_plain(arms["hc7"], [arms["hc7"]], "loss")
+    assert not len(steps)
+
+
+# -- what is said -------------------------------------------------------------------------------------------------
+
+
+def test_one_seed_is_said_and_several_are_weighed(tmp_path: Path) -> None:
+    arms = arms_in(demo(tmp_path / "one"))
+    assert any("one seed" in text for text in said(arms))
+    for seed in range(3):
+        for kind in ("plain", "mhc"):
+            write_run(tmp_path / "three" / f"{kind}{seed}", config(kind, seed=seed, steps=20))
+    arms = arms_in(tmp_path / "three")
+    table = {arm.name: measures(arm) for arm in arms}
+    plain, mhc = over_seeds(arms, table)
+    assert (plain.n, mhc.n, plain.differences) == (3, 3, ())
+    expected = [table[f"mhc{seed}"]["bits_per_byte"] - table[f"plain{seed}"]["bits_per_byte"] for seed in range(3)]
+    assert mhc.differences == pytest.approx(expected)
+    assert "agree in sign" in mhc.verdict and "once in 4 times" in mhc.verdict
+    assert not any("one seed" in text for text in said(arms))
+    mixed = {name: dict(row) for name, row in table.items()}
+    mixed["mhc1"]["bits_per_byte"] = mixed["plain1"]["bits_per_byte"] + 1
+    assert over_seeds(arms, mixed)[1].verdict == "the seeds do not separate the two"
+
+
+def test_gains_and_baselines_in_words(tmp_path: Path) -> None:
+    arms = arms_in(demo(tmp_path))
+    sentences = "\n".join(said(arms, baselines=Baselines(4.6, 3.6, None, 10, 10)))
+    assert "every arm lies under the bigram" in sentences
+    assert "HC's peak is" in sentences and "mhc 1.000 forward" in sentences
+    assert "not under the bigram: hc, mhc and plain" in "\n".join(
+        said(arms, baselines=Baselines(4.6, 1.0, None, 10, 10))
+    )
+
+
+def test_other_data_or_length_is_warned_of(tmp_path: Path) -> None:
+    write_run(tmp_path / "plain", config("plain", steps=20))
+    write_run(tmp_path / "hc", config("hc", steps=20, data__prefetch=7))
+    assert not any("same data" in text for text in said(arms_in(tmp_path)))
+    write_run(tmp_path / "mhc", config("mhc", steps=30, data__source="text:x", data__holdout=0.1))
+    sentences = said(arms_in(tmp_path))
+    assert any("data.source and data.holdout differ" in text for text in sentences)
+    assert any("train.steps differ" in text for text in sentences)
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(None, "–"), (math.nan, "not finite"), (0.0, "0.000"), (1.13628, "1.136"), (1139.8, "1,140"), (2.5e-7, "2.5e-07")],
+)
+def test_number(value: float | None, text: str) -> None:
+    assert number(value) == text or number(value, 2) == text
+
+
+# -- recomputation ------------------------------------------------------------------------------------------------
+
+
+def test_recomputed_gains_that_differ_are_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install_checkpoints(monkeypatch, error=1e-3)
+    arms = arms_in(demo(tmp_path))
+    sentences = said(arms, recomputed={arm.name: recompute(arm) for arm in arms})
+    assert any("DIFFER from the logged ones" in text for text in sentences)
+
+
+def test_reasons_for_no_difference(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install_checkpoints(monkeypatch, step=7)
+    write_run(tmp_path / "hc", config("hc", steps=20))
+    write_run(tmp_path / "mhc", config("mhc", steps=20), until=10)
+    hc, mhc = map(recompute, arms_in(tmp_path))
+    assert hc.difference is None and hc.reason == "no probe was logged at step 7" and set(hc.peaks) == {"hc"}
+    assert mhc.difference is None and mhc.reason is not None and "no checkpoint" in mhc.reason and not mhc.peaks
+
+
+def test_gain_difference() -> None:
+    logged = {"step": 3, "gain/a": [1.0, 2.0], "gain/b": [math.inf, math.nan], "ds_error/rows": [1.0]}
+    assert gain_difference({"gain/a": np.array([1.0, 2.0]), "gain/b": np.array([math.inf, math.nan])}, logged) == 0
+    assert gain_difference({"gain/a": [1.0, 2.002], "gain/b": [math.inf, math.nan]}, logged) == pytest.approx(1e-3)
+    assert gain_difference({"gain/a": [1.0, 2.0], "gain/b": [1.0, math.nan]}, logged) == math.inf
+    assert gain_difference({"gain/a": [1.0, 2.0]}, logged) == math.inf
+    assert gain_difference({"gain/a": [1.0], "gain/b": [math.inf, math.nan]}, logged) == math.inf
+    assert gain_difference({}, {"step": 3}) is None
+
+
+# -- figures ------------------------------------------------------------------------------------------------------
+
+
+def test_a_kind_keeps_its_colour_and_its_arms_stay_apart(tmp_path: Path) -> None:
+    for index in range(12):
+        write_run(tmp_path / f"mhc{index}", config("mhc", seed=index, steps=4, layers=1))
+    for kind in ("plain", "hc"):
+        write_run(tmp_path / kind, config(kind, steps=4, layers=1))
+    arms = arms_in(tmp_path)
+    novel = arms[0].config | {"residual": {"kind": "novel"}}
+    look = styles([*arms, dataclasses.replace(arms[0], name="novel", config=novel)])
+    assert len(set(look.values())) == 15
+    alone = styles([arm for arm in arms if arm.name == "mhc0"])
+    assert alone["mhc0"] == look["mhc0"] and isinstance(alone["mhc0"], Style)
+    assert len({look[name].colour for name in ("plain", "hc", "mhc0", "novel")}) == 4
+
+
+@given(st.lists(st.floats(-1e3, 1e3), min_size=1, max_size=300), st.floats(0.005, 0.2))
+@settings(deadline=None)
+def test_smoothing_is_a_mean_of_neighbours(values: list[float], share: float) -> None:
+    smoothed = smooth(np.array(values), share)
+    reach = round(share * len(values))
+    for i in range(len(values)):
+        back = min(i, reach)
+        window = values[i - back : i + min(back, len(values) - 1 - i) + 1]
+        assert smoothed[i] == pytest.approx(np.mean(window), abs=1e-8)
+
+
+def test_smoothing_does_not_bend_a_steep_start_and_passes_over_nan() -> None:
+    line = np.linspace(5, 2, 200)
+    np.testing.assert_allclose(smooth(line)[:150], line[:150])
+    line[50] = math.nan
+    assert np.isfinite(smooth(line)).all()
+    assert np.isnan(smooth(np.full(100, math.nan))).all() and not len(smooth(np.zeros(0)))
+
+
+def test_thinning_keeps_every_spike() -> None:
+    y = np.random.default_rng(0).normal(size=100_003)
+    y[70_001], y[100_002], y[5] = 50.0, 60.0, math.nan
+    x = np.arange(len(y), dtype=np.float64)
+    thin_x, thin_y = _envelope(x, y)
+    assert len(thin_x) < 3200 and np.all(np.diff(thin_x) >= 0)
+    assert {50.0, 60.0} <= set(thin_y.tolist())
+    np.testing.assert_array_equal(y[thin_x.astype(int)], thin_y)
+
+
+# -- mistakes -----------------------------------------------------------------------------------------------------
+
+
+def broken(name: str, content: str) -> Callable[[Path], list[str]]:
+    def make(root: Path) -> list[str]:
+        folder = write_run(root / "hc", config("hc", steps=8, layers=1))
+        (folder / name).write_text(content)
+        return [str(root)]
+
+    return make
+
+
+def run_itself(root: Path) -> list[str]:
+    folder = write_run(root / "hc", config("hc", steps=8, layers=1))
+    return [str(folder), "--out", str(folder)]
+
+
+def foreign_summary(root: Path) -> list[str]:
+    write_run(root / "hc", config("hc", steps=8, layers=1))
+    write_json(root / "summary.json", {"mine": 1})
+    return [str(root)]
+
+
+def old_data(root: Path) -> list[str]:
+    folder = write_run(root / "hc", config("hc", steps=8, layers=1))
+    stored = read_json(folder / "config.json")
+    write_json(folder / "config.json", stored | {"data": stored["data"] | {"colour": "red"}})
+    return [str(root)]
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda root: [], "RUN_OR_FOLDER"),
+        (lambda root: [str(root / "nowhere")], "no such folder"),
+        (lambda root: [str(root)], "no run here"),
+        (lambda root: [str(root), "--wrong"], "--wrong"),
+        (broken("config.json", "{"), "config.json: holds no JSON object"),
+        (broken("config.json", "{}"), "residual.kind is missing"),
+        (broken("metrics.jsonl", "x\n{}\n"), "metrics.jsonl: line 1"),
+        (broken("metrics.jsonl", '{"loss":1}\n'), "line 1 has no step"),
+        (broken("metrics.jsonl", ""), "no run here has logged a step"),
+        (broken("summary.json", "[]"), "summary.json: holds no JSON object"),
+        (run_itself, "is a run"),
+        (foreign_summary, "not a comparison's"),
+        (old_data, "not of this version"),
+    ],
+)
+def test_a_mistake_is_one_line_and_exit_2(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    quick: None,
+    make: Callable[[Path], list[str]],
+    message: str,
+) -> None:
+    assert main([*make(tmp_path), "--no_recompute"]) == 2
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert message in line
+    assert not (tmp_path / "report.html").exists()
+
+
+def test_a_folder_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFixture[str], quick: None) -> None:
+    write_run(tmp_path / "hc", config("hc", steps=8, layers=1))
+    (tmp_path / "file").write_text("")
+    assert main([str(tmp_path), "--no_recompute", "--out", str(tmp_path / "file" / "below")]) == 2
+    assert "cannot be written" in capsys.readouterr().err
+
+
+def test_the_config_of_the_data_reaches_the_baselines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[DataConfig] = []
+    monkeypatch.setattr(compare_module, "draw", lambda arms, baselines, folder: [])
+
+    def remember(data: DataConfig) -> Baselines:
+        seen.append(data)
+        return NO_BASELINES
+
+    monkeypatch.setattr(compare_module, "baselines", remember)
+    write_run(tmp_path / "hc", config("hc", steps=8, layers=1, data__source="text:a"))
+    page = compare([tmp_path], recompute_gains=False).read_text()
+    assert seen == [dataclasses.replace(config("hc").data, source="text:a")]
+    assert "none asked for" in page
