@@ -1,7 +1,6 @@
 """The edge that command-line programs share: arguments, config files with overrides, and errors of one line.
 
-Exit codes: 0 done, 1 the answer is no (a program says when), 2 a user's mistake, 3 the guard halted the run,
-130 interrupted from the keyboard.
+Exit codes: 0 done, 2 a user's mistake, 130 interrupted from the keyboard; a program says when it has others.
 """
 
 from __future__ import annotations
