@@ -66,10 +66,11 @@ def number(value: float | None, digits: int = 4) -> str:
 
 
 def groups(arms: Sequence[Arm]) -> dict[str, list[Arm]]:
-    """Arms that differ in their seeds alone, under a label made of the kind and whatever else tells groups apart."""
-    varying = [field for field in differing_fields(arms) if field not in (*_SEEDS, "residual.kind")]
+    """Arms that differ in their seeds alone, under a label made of the kind and of what tells its groups apart."""
     out: dict[str, list[Arm]] = {}
     for arm in arms:
+        same_kind = [other for other in arms if other.kind == arm.kind]
+        varying = [field for field in differing_fields(same_kind) if field not in _SEEDS]
         details = ", ".join(f"{field.split('.')[-1]} {arm.flat.get(field)}" for field in varying)
         out.setdefault(f"{arm.kind} ({details})" if details else arm.kind, []).append(arm)
     return out

@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 import eval.compare as compare_module
 from eval.compare import compare, main
 from eval.figures import Style, _envelope, smooth, styles
-from eval.findings import findings, number, over_seeds
+from eval.findings import findings, groups, number, over_seeds
 from eval.ngram import Baselines
 from eval.recompute import gain_difference, recompute
 from eval.runs import Arm, gap_to_plain, load, measures, reference_arms
@@ -317,6 +317,15 @@ def test_one_seed_is_said_and_several_are_weighed(tmp_path: Path) -> None:
     mixed = {name: dict(row) for name, row in table.items()}
     mixed["mhc1"]["bits_per_byte"] = mixed["plain1"]["bits_per_byte"] + 1
     assert over_seeds(arms, mixed)[1].verdict == "the seeds do not separate the two"
+
+
+def test_groups_are_labelled_by_what_differs_within_a_kind(tmp_path: Path) -> None:
+    for seed in (0, 1):
+        for lr in (0.1, 0.2):
+            write_run(tmp_path / f"hc{lr}_{seed}", config("hc", seed=seed, steps=4, layers=1, optimizer__lr=lr))
+        write_run(tmp_path / f"mhc{seed}", config("mhc", seed=seed, steps=4, layers=1, residual__init="home"))
+    grouped = groups(arms_in(tmp_path))
+    assert {label: len(group) for label, group in grouped.items()} == {"hc (lr 0.1)": 2, "hc (lr 0.2)": 2, "mhc": 2}
 
 
 def test_gains_and_baselines_in_words(tmp_path: Path) -> None:
