@@ -11,8 +11,10 @@ State. Two integers a row: the position of its document, and the pairs already t
 from __future__ import annotations
 
 import itertools
+import os
 import weakref
 from collections.abc import Iterator
+from concurrent import futures
 from typing import Any
 
 import grain
@@ -22,10 +24,11 @@ from mhc.config import DataConfig
 from mhc.data.files import TokenFiles, piece_size
 from mhc.data.packing import Batch, Document, DocumentStream, Piece, Pieces, empty_batch, fill_row
 from mhc.data.sources import Source, Split, open_source
-from mhc.data.tokenizers import Tokenizer
+from mhc.data.tokenizers import ByteTokenizer, Tokenizer
 from mhc.errors import UserError
 
 _STATE_FORMAT = 1
+_MOST_THREADS = 16
 
 
 class TrainIterator:
@@ -59,7 +62,9 @@ class TrainIterator:
         order_seed = int(np.random.SeedSequence(seed).generate_state(1)[0])
         pieces = Pieces(source, piece_size(data))
         order = grain.MapDataset.source(pieces).shuffle(seed=order_seed).repeat().map(_Encode(tokenizer))
-        packed = _PackedDataset(order, rows, batch_size, data.sequence_length)
+        # The tokenizers library takes a second for a megabyte, and lets go of the interpreter meanwhile.
+        threads = 1 if isinstance(tokenizer, ByteTokenizer) else min(len(rows), os.cpu_count() or 1, _MOST_THREADS)
+        packed = _PackedDataset(order, rows, batch_size, data.sequence_length, threads)
         # In a list, so that closing can let go of it: grain's iterators close themselves when they are deleted, which
         # at the interpreter's exit is too late (their modules are gone, and a traceback lands on stderr).
         self._held: list[grain.DatasetIterator] = [
@@ -257,22 +262,24 @@ class _Encode(grain.transforms.Map):
 class _PackedDataset(grain.IterDataset):
     """Batches of packed rows over an endless order of documents."""
 
-    def __init__(self, order: grain.MapDataset, rows: range, batch_size: int, length: int):
+    def __init__(self, order: grain.MapDataset, rows: range, batch_size: int, length: int, threads: int):
         super().__init__(order)
+        self._threads = threads
         self._order = order
         self._rows = rows
         self._batch_size = batch_size
         self._length = length
 
     def __iter__(self) -> _PackedIterator:
-        return _PackedIterator(self._order, self._rows, self._batch_size, self._length)
+        return _PackedIterator(self._order, self._rows, self._batch_size, self._length, self._threads)
 
 
 class _PackedIterator(grain.DatasetIterator):
     """Its state: the arrays ``position`` and ``offset``, int64[rows] each."""
 
-    def __init__(self, order: grain.MapDataset, rows: range, batch_size: int, length: int):
+    def __init__(self, order: grain.MapDataset, rows: range, batch_size: int, length: int, threads: int):
         super().__init__()
+        self._pool = futures.ThreadPoolExecutor(threads, "mhc-data") if threads > 1 else None
         self._order = order
         self._batch_size = batch_size
         self._length = length
@@ -280,9 +287,15 @@ class _PackedIterator(grain.DatasetIterator):
 
     def __next__(self) -> Batch:
         batch = empty_batch(len(self._streams), self._length)
-        for row, stream in enumerate(self._streams):
-            fill_row(batch, row, stream)
+        run = self._pool.map if self._pool else map
+        for _ in run(fill_row, [batch] * len(self._streams), range(len(self._streams)), self._streams):
+            pass  # rows share nothing, so that the order in which threads fill them does not matter
         return batch
+
+    def close(self) -> None:
+        if self._pool:
+            self._pool.shutdown()
+        super().close()
 
     def get_state(self) -> dict[str, Any]:
         return {

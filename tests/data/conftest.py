@@ -6,6 +6,7 @@ import random
 from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from mhc.config import DataConfig
 
@@ -48,3 +49,22 @@ def texts(tmp_path: Path) -> DataConfig:
     return DataConfig(
         source=f"text:{tmp_path}/texts/*.txt", sequence_length=48, cache_dir=str(tmp_path / "cache"), prefetch=0
     )
+
+
+@pytest.fixture(scope="session")
+def bpe(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The path of a tokenizer.json: byte-level BPE of 400 pieces with <|endoftext|>, trained here."""
+    rng = random.Random(1)
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=400,
+        special_tokens=["<|endoftext|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator([sentence(rng, 30) for _ in range(50)], trainer)
+    path = str(tmp_path_factory.mktemp("bpe") / "tokenizer.json")
+    tokenizer.save(path)
+    return path

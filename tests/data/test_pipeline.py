@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import os
 import threading
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 
 from mhc.config import DataConfig
 from mhc.data import tokenizers
-from mhc.data.files import piece_size
+from mhc.data.files import TextFiles, piece_size
 from mhc.data.packing import Batch, Pieces
 from mhc.data.pipeline import TrainIterator, merge_states, train_iterator, validation_batches
 from mhc.data.sources import documents, open_source
@@ -211,3 +212,46 @@ def test_rows_change_documents_often_even_when_these_are_long(tmp_path: Path) ->
         assert len({row.tobytes() for row in batch["targets"]}) == 16
     opened = sum(int((batch["tokens"] == BYTES.bos_id).sum()) for batch in batches)
     assert opened >= 16 * 40 // 12  # pieces of 8 to 12 sequences
+
+
+def test_a_bpe_tokeniser_counts_the_same_bytes_and_its_threads_change_nothing(
+    texts: DataConfig, bpe: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = dataclasses.replace(texts, tokenizer=bpe)
+    tokenizer = tokenizers.load(bpe)
+    batches = list(validation_batches(data, tokenizer, batch_size=4, batches=0))
+    total = sum(map(len, documents(data, "validation")))
+    assert sum(int(batch["target_bytes"].sum()) for batch in batches) == total
+    assert sum(int((batch["weights"] > 0).sum()) for batch in batches) < 0.6 * total
+
+    monkeypatch.setattr(os, "cpu_count", lambda: 4)
+    threaded = train_iterator(data, tokenizer, batch_size=8, seed=0)
+    before = take(threaded, 10)
+    state = threaded.get_state()
+    after = take(threaded, 10)
+    threaded.close()
+    monkeypatch.setattr(os, "cpu_count", lambda: 1)
+    alone = train_iterator(data, tokenizer, batch_size=8, seed=0)
+    same(take(alone, 10), before)
+    assert alone.get_state() == state
+    same(take(alone, 10), after)
+    alone.set_state(state)
+    same(take(alone, 10), after)
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_a_mistake_found_while_training_is_still_one_line(
+    texts: DataConfig, prefetch: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """TFDS text is checked as it is read: the error must come through grain, and its thread, as it is."""
+    iterator = train_iterator(dataclasses.replace(texts, prefetch=prefetch), BYTES, batch_size=2, seed=0)
+    next(iterator)
+
+    def broken(self: TextFiles, index: int) -> bytes:
+        raise UserError("example 7: not UTF-8 at byte 3")
+
+    monkeypatch.setattr(TextFiles, "__getitem__", broken)
+    with pytest.raises(UserError) as caught:
+        take(iterator, 200)
+    assert str(caught.value) == "example 7: not UTF-8 at byte 3"
+    iterator.close()
