@@ -9,13 +9,26 @@ from flax import nnx
 
 
 class PathKey:
-    """A PRNG key with a place: children fold their name (or an index, which may be traced) into it."""
+    """A PRNG key and a place below it. ``/`` descends: by name, or by index where layers are stacked (it may be traced).
 
-    def __init__(self, key: jax.Array):
-        self.key = key
+    Names are gathered and folded in once, at the leaf: every fold is a threefry call to compile.
+    """
 
-    def __truediv__(self, name: str | int | jax.Array) -> PathKey:
-        return PathKey(jax.random.fold_in(self.key, zlib.crc32(name.encode()) if isinstance(name, str) else name))
+    def __init__(self, root: jax.Array, path: str = "", index: int | jax.Array | None = None):
+        self._root, self._path, self._index = root, path, index
+
+    def __truediv__(self, step: str | int | jax.Array) -> PathKey:
+        if isinstance(step, str):
+            return PathKey(self._root, f"{self._path}/{step}", self._index)
+        if self._index is not None:
+            raise ValueError(f"{self._path} already has an index")
+        return PathKey(self._root, f"{self._path}/*", step)
+
+    @property
+    def key(self) -> jax.Array:
+        """The key of this place."""
+        key = jax.random.fold_in(self._root, zlib.crc32(self._path.encode()))
+        return key if self._index is None else jax.random.fold_in(key, self._index)
 
 
 def path_key(rngs: nnx.Rngs | PathKey | jax.Array) -> PathKey:

@@ -87,3 +87,6 @@ class HyperConnections(StreamTopology):
         return HyperConnectionMaps(
             k, self.width, self.n, alpha=self.alpha, dynamic=self.dynamic, tanh=self.tanh, rms_eps=self.rms_eps
         )
+
+    def map_multiplies(self) -> int:
+        return self.n * self.width * (2 + self.n) if self.dynamic else 0

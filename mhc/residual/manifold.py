@@ -117,3 +117,6 @@ class ManifoldHyperConnections(StreamTopology):
 
     def connection(self, k: int | jax.Array, *, rngs: nnx.Rngs | PathKey) -> ManifoldMaps:
         return ManifoldMaps(self, k, rngs=rngs)
+
+    def map_multiplies(self) -> int:
+        return self.n * self.width * (2 * self.n + residual_logits(self.kind, self.n))

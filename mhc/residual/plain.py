@@ -51,5 +51,8 @@ class PlainResidual(ResidualTopology):
     def collapse(self, state: jax.Array) -> jax.Array:
         return state
 
+    def multiplies(self) -> int:
+        return 0
+
     def streams(self, state: jax.Array) -> jax.Array:
         return state[..., None, :]

@@ -58,6 +58,10 @@ class ResidualTopology(nnx.Module):
         """The hidden state h [..., D] for the final norm."""
         raise NotImplementedError
 
+    def multiplies(self) -> int:
+        """Multiply-adds of one connection per token, forward: its map projections, read, mixing and write."""
+        raise NotImplementedError
+
     def streams(self, state: State) -> jax.Array:
         """The streams [..., N, D] of a state, for the probes."""
         raise NotImplementedError
@@ -83,12 +87,21 @@ def kinds() -> tuple[str, ...]:
     return tuple(_REGISTRY)
 
 
+def builder(kind: str) -> Builder:
+    """The builder of a kind.
+
+    Raises:
+      ValueError: unknown kind.
+    """
+    if kind not in _REGISTRY:
+        raise ValueError(f"unknown residual kind {kind!r}; allowed: {', '.join(_REGISTRY)}")
+    return _REGISTRY[kind]
+
+
 def build(kind: str, width: int, *, rngs: nnx.Rngs | PathKey, **options: Any) -> ResidualTopology:
     """The topology of a kind over a stream of ``width``; options as the kind's builder takes them.
 
     Raises:
       ValueError: unknown kind, or an option the kind refuses.
     """
-    if kind not in _REGISTRY:
-        raise ValueError(f"unknown residual kind {kind!r}; allowed: {', '.join(_REGISTRY)}")
-    return _REGISTRY[kind](width, rngs=rngs, **options)
+    return builder(kind)(width, rngs=rngs, **options)

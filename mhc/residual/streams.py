@@ -96,5 +96,12 @@ class StreamTopology(ResidualTopology):
         total = jnp.sum(state.astype(jnp.promote_types(state.dtype, jnp.float32)), axis=-2)
         return (total if self.mode == "sum" else total / self.n).astype(state.dtype)
 
+    def map_multiplies(self) -> int:
+        """Multiply-adds of the projections that give one connection's logits."""
+        raise NotImplementedError
+
+    def multiplies(self) -> int:
+        return self.map_multiplies() + (2 * self.n + self.n**2) * self.width
+
     def streams(self, state: jax.Array) -> jax.Array:
         return state

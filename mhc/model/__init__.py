@@ -1,0 +1,5 @@
+"""The decoder around the residual stream."""
+
+from mhc.model.decoder import Decoder
+
+__all__ = ["Decoder"]

@@ -1,0 +1,157 @@
+"""How arrays are laid out over the mesh: the one file that knows.
+
+Axes of the mesh: ``data`` (replicas), ``fsdp`` (parameters and optimiser state in shards), ``tensor`` (heads, feed-forward
+columns, vocabulary), ``expert``. The batch is split over data, fsdp and expert. A parameter's axes have logical names, found
+by its path; a rule says on which mesh axis a logical axis lies.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from mhc.config import MeshConfig
+from mhc.errors import UserError
+
+log = logging.getLogger(__name__)
+
+MESH_AXES = ("data", "fsdp", "tensor", "expert")
+BATCH_AXES = ("data", "fsdp", "expert")
+
+# Logical axis -> mesh axis. Streams are never split: every map needs all N of them.
+RULES: dict[str, str | None] = {
+    "vocab": "tensor",
+    "embed": "fsdp",
+    "heads": "tensor",
+    "kv_heads": "tensor",
+    "head_dim": None,
+    "mlp": "tensor",
+    "streams": None,
+    "maps": None,
+    "layers": None,
+    "norm": None,
+}
+
+# End of a parameter's path -> logical axes, without the leading `layers` of stacked blocks. Optimiser state repeats the
+# paths, so the same lines lay it out. The first match counts; a path that none matches is an error.
+PARAMETER_AXES: tuple[tuple[str, tuple[str, ...]], ...] = (
+    (r"embed/table", ("vocab", "embed")),
+    (r"head/kernel", ("embed", "vocab")),
+    (r"attention/core/query", ("embed", "heads", "head_dim")),
+    (r"attention/core/(key|value)", ("embed", "kv_heads", "head_dim")),
+    (r"attention/core/out", ("heads", "head_dim", "embed")),
+    (r"mlp/core/(gate|up)", ("embed", "mlp")),
+    (r"mlp/core/down", ("mlp", "embed")),
+    (r"norm/scale", ("norm",)),
+    (r"residual/phi", ("streams", "embed", "maps")),
+    (r"residual/w_(pre|post)", ("embed",)),
+    (r"residual/w_res", ("embed", "maps")),
+    (r"residual/(alpha|bias|b_pre|b_post)", ("maps",)),
+    (r"residual/b_res", ("maps", "maps")),
+    (r"residual/head/fn", ("streams", "embed", "maps")),
+    (r"residual/head/(base|scale)", ("maps",)),
+)
+
+
+def make_mesh(config: MeshConfig, devices: list[jax.Device] | None = None) -> Mesh:
+    """The mesh over all devices, axes of type Auto. One axis may be -1: what the others leave.
+
+    Raises:
+      UserError: the axes do not multiply to the number of devices.
+    """
+    devices = jax.devices() if devices is None else devices
+    sizes = {axis: getattr(config, axis) for axis in MESH_AXES}
+    fixed = math.prod(size for size in sizes.values() if size != -1)
+    open_axes = [axis for axis, size in sizes.items() if size == -1]
+    wanted = " x ".join(f"{axis} {size}" for axis, size in sizes.items())
+    if len(devices) % fixed or (not open_axes and fixed != len(devices)):
+        raise UserError(f"mesh: {wanted} does not fit {len(devices)} devices; their product must be {len(devices)}")
+    for axis in open_axes:
+        sizes[axis] = len(devices) // fixed
+    return jax.make_mesh(tuple(sizes.values()), MESH_AXES, axis_types=(AxisType.Auto,) * 4, devices=devices)
+
+
+def check_rules(axes: tuple[str, ...]) -> None:
+    """Refuse logical axes of one array that would lie on the same mesh axis.
+
+    Raises:
+      ValueError: naming the axes that collide.
+    """
+    taken: dict[str, str] = {}
+    for axis in axes:
+        mesh_axis = RULES[axis]
+        if mesh_axis is not None and mesh_axis in taken:
+            raise ValueError(f"logical axes {taken[mesh_axis]!r} and {axis!r} of one array both lie on {mesh_axis!r}")
+        if mesh_axis is not None:
+            taken[mesh_axis] = axis
+
+
+def logical_axes(path: str, ndim: int) -> tuple[str, ...]:
+    """Logical axes of the leaf at ``path`` (a/b/c), a parameter or the optimiser's copy of one.
+
+    Raises:
+      ValueError: no rule covers the path, or its rule has another number of axes.
+    """
+    if ndim == 0:
+        return ()
+    for pattern, axes in PARAMETER_AXES:
+        if re.search(rf"(^|/|_){pattern}$", path):
+            full = ("layers", *axes) if re.search(r"(^|/)blocks/", path) else axes
+            if len(full) != ndim:
+                raise ValueError(f"{path} has {ndim} axes, its layout rule has {full}")
+            check_rules(full)
+            return full
+    raise ValueError(f"no layout rule covers {path}; add one to mhc.sharding.PARAMETER_AXES")
+
+
+def path_of(key_path: tuple[Any, ...]) -> str:
+    """A jax key path as a/b/c."""
+    return "/".join(str(getattr(key, "key", getattr(key, "name", getattr(key, "idx", key)))) for key in key_path)
+
+
+def partition_spec(path: str, shape: tuple[int, ...], mesh: Mesh) -> PartitionSpec:
+    """Layout of one leaf. An axis that its mesh axis does not divide is kept whole on every device, and logged."""
+    spec: list[str | None] = []
+    for axis, size in zip(logical_axes(path, len(shape)), shape, strict=True):
+        mesh_axis = RULES[axis]
+        if mesh_axis is not None and size % mesh.shape[mesh_axis]:
+            log.info("%s: axis %s of %d is not split over %s=%d", path, axis, size, mesh_axis, mesh.shape[mesh_axis])
+            mesh_axis = None
+        spec.append(mesh_axis)
+    return PartitionSpec(*spec)
+
+
+def shardings(tree: Any, mesh: Mesh) -> Any:
+    """NamedSharding of every leaf of a tree of parameters or optimiser state (arrays or their shapes)."""
+    return jax.tree_util.tree_map_with_path(
+        lambda path, leaf: NamedSharding(mesh, partition_spec(path_of(path), leaf.shape, mesh)), tree
+    )
+
+
+def batch_sharding(mesh: Mesh) -> NamedSharding:
+    """Layout of [B, ...] arrays: rows over data, fsdp and expert."""
+    return NamedSharding(mesh, PartitionSpec(BATCH_AXES))
+
+
+def check_batch(rows: int, mesh: Mesh, name: str) -> None:
+    """Refuse a number of rows that the mesh cannot share evenly.
+
+    Raises:
+      UserError: naming the field and the number of shards.
+    """
+    shards = math.prod(mesh.shape[axis] for axis in BATCH_AXES)
+    if rows % shards:
+        raise UserError(f"{name}: {rows} rows cannot be shared evenly by {shards} devices (mesh data x fsdp x expert)")
+
+
+def put_batch(batch: Mapping[str, np.ndarray], mesh: Mesh) -> dict[str, jax.Array]:
+    """This process' rows of a batch as arrays over the whole mesh."""
+    layout = batch_sharding(mesh)
+    return {name: jax.make_array_from_process_local_data(layout, array) for name, array in batch.items()}

@@ -1,0 +1,1 @@
+"""Training: the loop, the compiled step, optimisers, checkpoints."""

@@ -1,0 +1,129 @@
+"""Checkpoints: train state, data position and config together, through orbax; only committed steps are ever seen."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import orbax.checkpoint as ocp
+
+from mhc import config as configs
+from mhc.config import CheckpointConfig, Config
+from mhc.errors import UserError
+from mhc.model.decoder import Decoder, DecoderDefinition, Params
+from mhc.train.step import TrainState
+
+FOLDER = "checkpoints"
+ITEMS = ("state", "host", "config")
+
+# Orbax reports every save at INFO and its own housekeeping as warnings; neither is the user's business.
+logging.getLogger("absl").setLevel(logging.ERROR)
+
+
+class Checkpoints:
+    """The checkpoints of a run folder.
+
+    A checkpoint of step s holds the state after s updates, the host's side as JSON (data position, cumulative counts) and the
+    resolved config. Saves are asynchronous; ``wait`` returns when the last one is committed.
+    """
+
+    def __init__(self, workdir: Path, policy: CheckpointConfig):
+        options = ocp.CheckpointManagerOptions(
+            max_to_keep=policy.keep,
+            keep_period=policy.keep_every or None,
+            cleanup_tmp_directories=True,
+            enable_async_checkpointing=True,
+        )
+        self._manager = ocp.CheckpointManager((workdir / FOLDER).absolute(), item_names=ITEMS, options=options)
+
+    def latest(self) -> int | None:
+        """The last committed step."""
+        return self._manager.latest_step()
+
+    def save(self, step: int, state: TrainState, host: dict[str, Any], config: Config) -> None:
+        """Start saving; the state may be donated as soon as this returns."""
+        args = ocp.args.Composite(
+            state=ocp.args.StandardSave(state._asdict()),
+            host=ocp.args.JsonSave(host),
+            config=ocp.args.JsonSave(configs.to_dict(config)),
+        )
+        self._manager.save(step, args=args, force=True)
+
+    def restore(self, step: int, abstract: TrainState, layout: TrainState) -> tuple[TrainState, dict[str, Any]]:
+        """(state in its layout, host) of a step.
+
+        Args:
+          abstract: shapes and dtypes. layout: a sharding for each leaf.
+        """
+        target = jax.tree.map(
+            lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+            abstract._asdict(),
+            layout._asdict(),
+        )
+        args = ocp.args.Composite(state=ocp.args.StandardRestore(target), host=ocp.args.JsonRestore())
+        restored = self._manager.restore(step, args=args)
+        return TrainState(**restored["state"]), restored["host"]
+
+    def wait(self) -> None:
+        """Until every save begun is committed."""
+        self._manager.wait_until_finished()
+
+    def close(self) -> None:
+        self._manager.wait_until_finished()
+        self._manager.close()
+
+
+class LoadedRun(NamedTuple):
+    """A run's model as of a step, for evaluation."""
+
+    config: Config  # resolved
+    step: int
+    params: Params
+
+    def decoder(self) -> Decoder:
+        """The model with these parameters."""
+        return DecoderDefinition(self.config).bind(self.params)
+
+
+def committed_steps(run: Path) -> list[int]:
+    """Steps that a run folder holds a committed checkpoint of, ascending."""
+    folder = run / FOLDER
+    return sorted(ocp.utils.checkpoint_steps(folder.absolute())) if folder.is_dir() else []
+
+
+def load_run(run: str | Path, step: int | None = None) -> LoadedRun:
+    """Config and parameters of a run folder on one device, at ``step`` or the last committed one.
+
+    Raises:
+      UserError: no such run, no checkpoint, or not this step; the message lists the steps there are.
+    """
+    run = Path(run)
+    if not (run / "config.json").is_file():
+        raise UserError(f"{run}: not a run folder (it has no config.json)")
+    config = configs.from_json((run / "config.json").read_text())
+    steps = committed_steps(run)
+    if not steps:
+        raise UserError(f"{run}: no committed checkpoint in {run / FOLDER}")
+    if step is None:
+        step = steps[-1]
+    elif step not in steps:
+        raise UserError(f"{run}: no checkpoint of step {step}; there are {', '.join(map(str, steps))}")
+    definition = DecoderDefinition(config)
+    device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    target = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=device), {"params": definition.abstract()}
+    )
+    with ocp.CheckpointManager((run / FOLDER).absolute(), item_names=ITEMS) as manager:
+        restored = manager.restore(
+            step,
+            args=ocp.args.Composite(
+                state=ocp.args.PyTreeRestore(
+                    item=target,
+                    restore_args=ocp.checkpoint_utils.construct_restore_args(target),
+                    partial_restore=True,
+                )
+            ),
+        )
+    return LoadedRun(config, step, restored["state"]["params"])

@@ -1,0 +1,182 @@
+"""The compiled train and validation steps: pure functions of state and batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh
+
+from mhc.config import Config
+from mhc.model.decoder import DecoderDefinition, Params
+from mhc.sharding import batch_sharding, shardings
+from mhc.train.optimizer import GROUPS, group_of, learning_rate, make_optimizer, map_paths
+
+Batch = dict[str, jax.Array]
+
+
+class TrainState(NamedTuple):
+    """All that a step changes. Counters are int32 scalars."""
+
+    step: jax.Array  # completed updates, skipped ones included
+    params: Params
+    opt_state: Any
+    skipped: jax.Array  # updates not applied
+    nonfinite: jax.Array  # steps whose loss or gradient was not finite
+
+
+class LossParts(NamedTuple):
+    """Sums over the valid targets of a batch, float32 scalars, and the largest logit."""
+
+    nll: jax.Array  # nats
+    log_z: jax.Array
+    weight: jax.Array  # valid targets
+    logit_max: jax.Array
+
+
+def loss_parts(definition: DecoderDefinition, params: Params, batch: Batch) -> LossParts:
+    """Cross-entropy of a batch (tokens, targets, segment_ids, positions [B, T] int32, weights [B, T] float32)."""
+    logits = definition.bind(params)(batch["tokens"], batch["segment_ids"], batch["positions"])
+    log_z = jax.nn.logsumexp(logits, axis=-1)
+    at_target = jnp.take_along_axis(logits, batch["targets"][..., None], axis=-1)[..., 0]
+    weights = batch["weights"]
+    return LossParts(
+        nll=jnp.sum((log_z - at_target) * weights),
+        log_z=jnp.sum(log_z * weights),
+        weight=jnp.sum(weights),
+        logit_max=jnp.max(jnp.where(weights[..., None] > 0, logits, -jnp.inf)),
+    )
+
+
+def loss_and_gradients(
+    definition: DecoderDefinition, params: Params, batch: Batch, accumulation: int
+) -> tuple[LossParts, Params]:
+    """(sums over the batch, gradient of nll / weight), micro-batch by micro-batch.
+
+    Every micro-batch is divided by the token count of the *whole* batch, so accumulating equals the big batch whatever the
+    padding.
+    """
+    total = jnp.maximum(jnp.sum(batch["weights"]), 1.0)
+
+    def objective(params: Params, micro: Batch) -> tuple[jax.Array, LossParts]:
+        parts = loss_parts(definition, params, micro)
+        return parts.nll / total, parts
+
+    gradient = jax.grad(objective, has_aux=True)
+    if accumulation == 1:
+        grads, parts = gradient(params, batch)
+        return parts, grads
+
+    # Row r goes to micro-batch r mod A: each device keeps its rows, nothing is exchanged.
+    micro = jax.tree.map(
+        lambda a: jnp.moveaxis(a.reshape(a.shape[0] // accumulation, accumulation, *a.shape[1:]), 1, 0), batch
+    )
+
+    def add(carry: tuple[Params, LossParts], one: Batch) -> tuple[tuple[Params, LossParts], None]:
+        grads, parts = gradient(params, one)
+        sums, so_far = carry
+        joined = LossParts(
+            so_far.nll + parts.nll,
+            so_far.log_z + parts.log_z,
+            so_far.weight + parts.weight,
+            jnp.maximum(so_far.logit_max, parts.logit_max),
+        )
+        return (jax.tree.map(jnp.add, sums, grads), joined), None
+
+    zero = jnp.zeros((), jnp.float32)
+    start = (jax.tree.map(jnp.zeros_like, params), LossParts(zero, zero, zero, jnp.full((), -jnp.inf)))
+    (grads, parts), _ = jax.lax.scan(add, start, micro)
+    return parts, grads
+
+
+def group_norms(grads: Params) -> dict[str, jax.Array]:
+    """Gradient norm of each parameter group that the model has."""
+    squares: dict[str, jax.Array] = {}
+
+    def add(path: str, leaf: jax.Array) -> None:
+        name = group_of(path).name
+        squares[name] = squares.get(name, 0.0) + jnp.sum(jnp.square(leaf))
+
+    map_paths(add, grads)
+    return {name: jnp.sqrt(squares[name]) for name in GROUPS if name in squares}
+
+
+class Trainer:
+    """The compiled functions of a config on a mesh: ``init``, ``step``, ``validate``.
+
+    ``step(state, batch) -> (state, metrics)`` donates the state. Metrics are device scalars: loss, target_tokens (int32),
+    grad_norm before clipping, update_norm, param_norm, lr, logit_max, log_z, skipped, nonfinite, and grad/norm, {group: norm},
+    unless ``monitor.probe_every`` is 0. A step whose loss or gradient is not finite changes no parameter and no optimiser
+    state; the check is part of the step.
+    """
+
+    def __init__(self, config: Config, mesh: Mesh):
+        self.config, self.mesh = config, mesh
+        self.definition = DecoderDefinition(config)
+        self.optimizer = make_optimizer(config, self.definition.abstract())
+        self.abstract = jax.eval_shape(self._init, jax.random.key(0))
+        self.layout = shardings(self.abstract, mesh)
+        batch = batch_sharding(mesh)
+        # The initialiser runs once; on CPU, optimising its many random draws costs more than they do.
+        options = {"xla_backend_optimization_level": 0} if mesh.devices.flat[0].platform == "cpu" else None
+        self._jit_init = jax.jit(self._init, out_shardings=self.layout, compiler_options=options)
+        self.step: Callable[[TrainState, Batch], tuple[TrainState, dict[str, Any]]] = jax.jit(
+            self._step, donate_argnums=0, in_shardings=(self.layout, batch), out_shardings=(self.layout, None)
+        )
+        self.validate: Callable[[Params, Batch], dict[str, jax.Array]] = jax.jit(
+            self._validate, in_shardings=(self.layout.params, batch)
+        )
+
+    def init(self, seed: int) -> TrainState:
+        """A fresh state, made in its shards: the same weights on any mesh."""
+        return self._jit_init(jax.random.key(seed))
+
+    def _init(self, key: jax.Array) -> TrainState:
+        params = self.definition.init(key)
+        # One buffer each: the state is donated, and a buffer cannot be donated twice.
+        step, skipped, nonfinite = (jnp.zeros((), jnp.int32) for _ in range(3))
+        return TrainState(step, params, self.optimizer.init(params), skipped, nonfinite)
+
+    def _step(self, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, Any]]:
+        config = self.config
+        parts, grads = loss_and_gradients(self.definition, state.params, batch, config.train.accumulation)
+        loss = parts.nll / jnp.maximum(parts.weight, 1.0)
+        grad_norm = optax.global_norm(grads)
+        finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
+        metrics: dict[str, Any] = {"grad/norm": group_norms(grads)} if config.monitor.probe_every else {}
+
+        if config.optimizer.clip_norm is not None:
+            scale = jnp.minimum(1.0, config.optimizer.clip_norm / jnp.maximum(grad_norm, 1e-30))
+            grads = jax.tree.map(lambda g: g * scale, grads)
+        updates, opt_state = self.optimizer.update(grads, state.opt_state, state.params)
+        rate = learning_rate(config, state.step)
+        updates = jax.tree.map(lambda u: rate * u, updates)
+        params = optax.apply_updates(state.params, updates)
+
+        def keep(new: Any, old: Any) -> Any:
+            return jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, old)
+
+        params, opt_state = keep(params, state.params), keep(opt_state, state.opt_state)
+        bad = jnp.where(finite, 0, 1).astype(jnp.int32)
+        following = TrainState(state.step + 1, params, opt_state, state.skipped + bad, state.nonfinite + bad)
+        metrics |= {
+            "loss": loss,
+            "target_tokens": parts.weight.astype(jnp.int32),
+            "grad_norm": grad_norm,
+            "update_norm": jnp.where(finite, optax.global_norm(updates), 0.0),
+            "param_norm": optax.global_norm(params),
+            "lr": rate,
+            "logit_max": parts.logit_max,
+            "log_z": parts.log_z / jnp.maximum(parts.weight, 1.0),
+            "skipped": following.skipped,
+            "nonfinite": following.nonfinite,
+        }
+        return following, metrics
+
+    def _validate(self, params: Params, batch: Batch) -> dict[str, jax.Array]:
+        parts = loss_parts(self.definition, params, batch)
+        text = jnp.sum(jnp.where(batch["weights"] > 0, batch["target_bytes"], 0))
+        return {"nll": parts.nll, "weight": parts.weight, "bytes": text}
