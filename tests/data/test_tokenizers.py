@@ -92,6 +92,11 @@ def test_each_id_of_plain_words_has_its_own_bytes(folder: Path) -> None:
     tokenizer = tokenizers.load(str(folder / "noprefix.json"))
     ids, lengths = tokenizer.encode_with_bytes("the width of a stream")
     assert [len(tokenizer.decode([id_])) for id_ in ids] == lengths.tolist() == tokenizer.byte_lengths[ids].tolist()
+    ids, lengths = tokenizer.encode_with_bytes("ширина naïve 深さ the stream 🙂 width")
+    whole = [count for count in range(len(ids) + 1) if "\ufffd" not in tokenizer.decode(ids[:count])]
+    assert len(whole) > 10  # the others end within a character
+    for count in whole:
+        assert lengths[:count].sum() == len(tokenizer.decode(ids[:count]).encode())
 
 
 def test_begin_and_end_are_found_by_their_names(folder: Path) -> None:
