@@ -9,7 +9,7 @@ from flax import nnx
 
 
 class PathKey:
-    """A PRNG key and a place below it. ``/`` descends: by name, or by index where layers are stacked (it may be traced).
+    """A PRNG key and a place below it. ``/`` descends: by name, or by (traced) index where layers are stacked.
 
     Names are gathered and folded in once, at the leaf: every fold is a threefry call to compile.
     """

@@ -1,8 +1,8 @@
 """How arrays are laid out over the mesh: the one file that knows.
 
-Axes of the mesh: ``data`` (replicas), ``fsdp`` (parameters and optimiser state in shards), ``tensor`` (heads, feed-forward
-columns, vocabulary), ``expert``. The batch is split over data, fsdp and expert. A parameter's axes have logical names, found
-by its path; a rule says on which mesh axis a logical axis lies.
+Axes of the mesh: ``data`` (replicas), ``fsdp`` (parameters and optimiser state in shards), ``tensor`` (heads,
+feed-forward columns, vocabulary), ``expert``. The batch is split over data, fsdp and expert. A parameter's axes have
+logical names, found by its path; a rule says on which mesh axis a logical axis lies.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Residual-stream kernels as plain XLA programs with hand-written backward passes.
 
-Per-token maps are kept **tokens last** here (``pre [N, ...]``, ``res [N, N, ...]``), so that the small axes are loops and the
-long one is vectorised; streams are ``x [..., N, D]``. Sums over streams are written out stream by stream: XLA fuses them into
-one pass over x, where a batched N x N einsum would run token by token. Every function accumulates in
+Per-token maps are kept **tokens last** here (``pre [N, ...]``, ``res [N, N, ...]``), so that the small axes are loops
+and the long one is vectorised; streams are ``x [..., N, D]``. Sums over streams are written out stream by stream: XLA
+fuses them into one pass over x, where a batched N x N einsum would run token by token. Every function accumulates in
 promote_types(input, float32) and is tested against ``mhc.residual.functional``.
 
 The backward passes are written by hand because the transpose of a slice is a padded add: N of them make N passes over a
@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+import operator
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import jax
@@ -26,6 +27,10 @@ LINEAR_SPREAD = 30.0
 def _wide(*arrays: jax.Array) -> Any:
     """The dtype to accumulate in."""
     return jnp.promote_types(jnp.result_type(*arrays), jnp.float32)
+
+
+def _total(terms: Iterable[jax.Array]) -> jax.Array:
+    return functools.reduce(operator.add, terms)
 
 
 # ------------------------------------------------------------------------------------------------------------ Sinkhorn
@@ -42,7 +47,7 @@ class _Domain(NamedTuple):
 
 def _divide_linear(m: jax.Array, axis: int, eps: float) -> tuple[jax.Array, jax.Array]:
     s = jnp.sum(m, axis=axis, keepdims=True) + eps
-    return m / s, s
+    return m * (1.0 / s), s  # N divisions, not N^2
 
 
 def _divide_log(m: jax.Array, axis: int, eps: float) -> tuple[jax.Array, jax.Array]:
@@ -92,8 +97,8 @@ def _in_domain(wide: jax.Array | None, run: Callable[[_Domain], Any]) -> Any:
 def sinkhorn(logits: jax.Array, iters: int, preset: str, eps: float) -> jax.Array:
     """Sinkhorn over the two leading axes: logits [N, N, ...] -> H_res [N, N, ...]; see ``functional.sinkhorn``.
 
-    Iterates on the matrices themselves while the largest spread of the logits allows it, on their logarithms otherwise. The
-    backward pass keeps only the result and the sums divided by, and walks the iterates back from them.
+    Iterates on the matrices themselves while the largest spread of the logits allows it, on their logarithms
+    otherwise. The backward pass keeps only the result and the sums divided by, and walks the iterates back from them.
 
     Raises:
       ValueError: ``iters`` < 1 or an unknown preset.
@@ -134,8 +139,8 @@ def _sinkhorn_backward(iters: int, preset: str, eps: float, residuals: Any, g: j
     g = jnp.swapaxes(g, 0, 1) if preset == "deepseek" else g
 
     def run(domain: _Domain) -> jax.Array:
-        # With G the gradient of log M, the transpose of M' = M / (sum M + eps) is G - M' sum(G): nothing is divided by, so
-        # nothing overflows.
+        # With G the gradient of log M, the transpose of M' = M / (sum M + eps) is G - M' sum(G): nothing is divided
+        # by, so nothing overflows.
         def back(carry: tuple[jax.Array, jax.Array], s: jax.Array, axis: int) -> tuple[jax.Array, jax.Array]:
             grad, m = carry
             return grad - domain.value(m) * jnp.sum(grad, axis=axis, keepdims=True), domain.undo(m, s)
@@ -183,8 +188,11 @@ def _project_backward(eps: float, residuals: Any, g: jax.Array) -> tuple[jax.Arr
     x, phi, raw, scale = residuals
     xw, pw = x.astype(raw.dtype), phi.astype(raw.dtype)
     n, d = x.shape[-2:]
-    gs = jnp.moveaxis(g * scale, 0, -1)  # [..., R]
-    d_phi = jnp.einsum("...nd,...r->ndr", xw, gs)
+    tokens_last = g * scale  # [R, ...]
+    tokens = tuple(range(x.ndim - 2))
+    # [R, tokens] x [tokens, N, D]: both as they lie in memory.
+    d_phi = jnp.moveaxis(jnp.tensordot(tokens_last, xw, axes=(tuple(t + 1 for t in tokens), tokens)), 0, -1)
+    gs = jnp.moveaxis(tokens_last, 0, -1)
     # d scale / d x = -scale^3 x / (N D), and raw already carries one scale.
     pull = -jnp.sum(g * raw, axis=0) * scale * scale / (n * d)
     d_x = jnp.einsum("...r,ndr->...nd", gs, pw) + pull[..., None, None] * xw
@@ -201,7 +209,8 @@ project.defvjp(_project_forward, _project_backward)
 def read(x: jax.Array, pre: jax.Array) -> jax.Array:
     """u = sum_j pre[j] x_j: x [..., N, D], pre [N, ...] -> u [..., D] in the dtype of x."""
     dtype = _wide(x, pre)
-    u = sum(pre[j, ..., None].astype(dtype) * x[..., j, :].astype(dtype) for j in range(x.shape[-2]))
+    weights, wide = pre.astype(dtype), x.astype(dtype)
+    u = _total(weights[j, ..., None] * wide[..., j, :] for j in range(x.shape[-2]))
     return u.astype(x.dtype)
 
 
@@ -237,7 +246,7 @@ def _mix(x: jax.Array, res: jax.Array, transpose: bool) -> jax.Array:
     """sum_j res[i, j] x_j (or res[j, i]): one fused pass over x, an output element reading N inputs."""
     columns = res if transpose else jnp.swapaxes(res, 0, 1)  # [j, i, ...]
     weights = jnp.moveaxis(columns, 1, -1)  # [j, ..., i]
-    return sum(weights[j, ..., :, None] * x[..., j : j + 1, :] for j in range(x.shape[-2]))
+    return _total(weights[j, ..., :, None] * x[..., j : j + 1, :] for j in range(x.shape[-2]))
 
 
 def _write_forward(x: jax.Array, y: jax.Array, post: jax.Array, res: jax.Array) -> tuple[jax.Array, Any]:
@@ -249,7 +258,7 @@ def _write_backward(residuals: Any, g: jax.Array) -> tuple[jax.Array, jax.Array,
     dtype = _wide(x, y, post, res)
     gw, xw, yw = g.astype(dtype), x.astype(dtype), y.astype(dtype)
     d_x = _mix(gw, res.astype(dtype), transpose=True)
-    d_y = sum(post[i, ..., None].astype(dtype) * gw[..., i, :] for i in range(x.shape[-2]))
+    d_y = _total(post[i, ..., None].astype(dtype) * gw[..., i, :] for i in range(x.shape[-2]))
     d_post = jnp.einsum("...nd,...d->n...", gw, yw)
     d_res = jnp.moveaxis(jnp.einsum("...id,...jd->...ij", gw, xw), (-2, -1), (0, 1))
     return d_x.astype(x.dtype), d_y.astype(y.dtype), d_post.astype(post.dtype), d_res.astype(res.dtype)

@@ -44,13 +44,15 @@ def attend_xla(
 ) -> Float[Array, "B T H K"]:
     """The reference: scores and softmax in float32; query head h reads key-value head h // (H / G)."""
     b, t, h, size = q.shape
-    g = k.shape[2]
+    u, g = k.shape[1:3]
     wide = jnp.promote_types(q.dtype, jnp.float32)
-    grouped = q.reshape(b, t, g, h // g, size)
-    scores = jnp.einsum("btgrk,bugk->bgrtu", grouped, k, preferred_element_type=wide) / math.sqrt(size)
-    scores = jnp.where(mask[:, None, None], scores, jnp.finfo(wide).min)
-    weights = jax.nn.softmax(scores, axis=-1).astype(q.dtype)
-    return jnp.einsum("bgrtu,bugk->btgrk", weights, v).reshape(b, t, h, size)
+    # The heads of a group are more rows of one matrix, so scores and values are plain batched matmuls over (B, G).
+    rows = q.reshape(b, t, g, h // g, size).transpose(0, 2, 3, 1, 4).reshape(b, g, -1, size)
+    scores = jnp.einsum("bgrk,bugk->bgru", rows, k, preferred_element_type=wide) / math.sqrt(size)
+    scores = jnp.where(mask[:, None, None], scores.reshape(b, g, h // g, t, u), jnp.finfo(wide).min)
+    weights = jax.nn.softmax(scores, axis=-1).astype(q.dtype).reshape(b, g, -1, u)
+    values = jnp.einsum("bgru,bugk->bgrk", weights, v)
+    return values.reshape(b, g, h // g, t, size).transpose(0, 3, 1, 2, 4).reshape(b, t, h, size)
 
 
 def attend_sdpa(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array) -> jax.Array:

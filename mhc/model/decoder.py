@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class SublayerView(NamedTuple):
-    """What an observer sees of one sublayer: its connection, the maps' context, F's input and output, the state after it."""
+    """What an observer sees of a sublayer: connection, its maps' context, F's input and output, the state after it."""
 
     connection: Connection
     context: Context
@@ -79,8 +79,8 @@ REMAT_POLICIES: dict[str, Any] = {
 class Decoder(nnx.Module):
     """Decoder-only transformer over a residual topology.
 
-    Parameters are float32 whatever the compute dtype; those of the blocks are stacked on a leading axis of length L. The
-    initial value of each depends only on its path, its layer and the key.
+    Parameters are float32 whatever the compute dtype; those of the blocks are stacked on a leading axis of length L.
+    The initial value of each depends only on its path, its layer and the key.
     """
 
     def __init__(self, config: Config, *, rngs: nnx.Rngs | PathKey | jax.Array):

@@ -21,8 +21,8 @@ def leaf_sizes(definition: DecoderDefinition) -> dict[str, int]:
 def count_parameters(definition: DecoderDefinition) -> dict[str, int]:
     """{total, active, vocabulary, maps} of a model.
 
-    ``vocabulary`` is the embedding and the head; ``active`` leaves out an untied input embedding, of which a token uses one
-    row; ``maps`` is everything the residual connections own.
+    ``vocabulary`` is the embedding and the head; ``active`` leaves out an untied input embedding, of which a token
+    uses one row; ``maps`` is everything the residual connections own.
     """
     sizes = leaf_sizes(definition)
     embedding, head = sizes["embed/table"], sizes.get("head/kernel", 0)

@@ -1,7 +1,7 @@
 """Norms, embeddings, feed-forward, and the wrapper that makes a sublayer F of one of them.
 
-Einsum letters, here and everywhere: B batch, T tokens (U the attended ones), N streams, D width, H query heads, G key-value
-heads, K head size, F feed-forward width, V vocabulary, L blocks, S sublayers.
+Einsum letters, here and everywhere: B batch, T tokens (U the attended ones), N streams, D width, H query heads, G
+key-value heads, K head size, F feed-forward width, V vocabulary, L blocks, S sublayers.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def kernel(config: Config, key: PathKey, shape: tuple[int, ...], fan_in: int, *,
 
 
 class RMSNorm(nnx.Module):
-    """x * rsqrt(mean(x^2) + eps) * scale over the last axis, in float32, returned in the dtype of x. scale [D] starts at 1."""
+    """x rsqrt(mean(x^2) + eps) scale over the last axis, in float32, returned in x's dtype; scale [D] starts at 1."""
 
     def __init__(self, width: int, eps: float):
         self.eps = eps
@@ -92,5 +92,5 @@ class Sublayer(nnx.Module):
         self.core = core
 
     def __call__(self, u: Float[Array, "B T D"], *args: object) -> Float[Array, "B T D"]:
-        core: Callable[..., jax.Array] = self.core  # type: ignore[assignment]
+        core: Callable[..., jax.Array] = self.core
         return core(self.norm(u), *args)

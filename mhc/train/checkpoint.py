@@ -25,8 +25,8 @@ logging.getLogger("absl").setLevel(logging.ERROR)
 class Checkpoints:
     """The checkpoints of a run folder.
 
-    A checkpoint of step s holds the state after s updates, the host's side as JSON (data position, cumulative counts) and the
-    resolved config. Saves are asynchronous; ``wait`` returns when the last one is committed.
+    A checkpoint of step s holds the state after s updates, the host's side as JSON (data position, cumulative counts)
+    and the resolved config. Saves are asynchronous; ``wait`` returns when the last one is committed.
     """
 
     def __init__(self, workdir: Path, policy: CheckpointConfig):

@@ -19,11 +19,11 @@ class Group(NamedTuple):
 
     name: str  # how reports group it
     decay: bool  # weight decay
-    muon: tuple[tuple[int, ...], tuple[int, ...]] | None  # (input axes, output axes) of the matrix Muon sees; None: AdamW
+    muon: tuple[tuple[int, ...], tuple[int, ...]] | None  # input and output axes of the matrix Muon sees; None: AdamW
 
 
-# End of a parameter's path -> group; the first match counts and a path without one is an error. Axes are those of one layer,
-# from the right, so that the leading axis of stacked blocks is a batch of matrices to Muon.
+# End of a parameter's path -> group; the first match counts and a path without one is an error. Axes are those of one
+# layer, from the right, so that the leading axis of stacked blocks is a batch of matrices to Muon.
 RULES: tuple[tuple[str, Group], ...] = (
     (r"embed/table", Group("embedding", True, None)),
     (r"head/kernel", Group("head", True, None)),
@@ -58,7 +58,7 @@ def map_paths(function: Any, tree: Any) -> Any:
 
 
 def decay_mask(config: Config, params: Params) -> Any:
-    """True where weight decay applies: matrices and embeddings; the maps' dynamic weights under ``decay_dynamic`` only."""
+    """True where weight decay applies: matrices, embeddings, and under ``decay_dynamic`` the maps' dynamic weights."""
     dynamic = config.residual.decay_dynamic
     return map_paths(lambda path, _: group_of(path).decay or (dynamic and _DYNAMIC.search(path) is not None), params)
 
@@ -66,8 +66,9 @@ def decay_mask(config: Config, params: Params) -> Any:
 def learning_rate(config: Config, completed: jax.Array | int) -> jax.Array:
     """Rate of the update after ``completed`` ones, float32.
 
-    With s = completed + 1 the number of this update and W warm-up steps: peak * s / W up to s = W, where the peak is reached
-    (never a step at rate 0), then the schedule's fall, which ends at s = decay_steps; past it the last rate holds.
+    With s = completed + 1 the number of this update and W warm-up steps: peak * s / W up to s = W, where the peak is
+    reached (never a step at rate 0), then the schedule's fall, which ends at s = decay_steps; past it the last rate
+    holds.
     """
     schedule = config.schedule
     peak, warmup = config.optimizer.lr, schedule.warmup_steps
@@ -97,8 +98,8 @@ def make_optimizer(config: Config, params: Params) -> optax.GradientTransformati
     """The configured optimiser at rate 1: the train step scales its updates by ``learning_rate``.
 
     ``adamw`` decoupled decay; ``sgd`` with momentum and decay; ``muon`` orthogonalises the matrices of attention,
-    feed-forward and the maps' phi, each layer's on its own, and leaves the rest to Adam (with Nesterov momentum, as Muon).
-    Decay is decoupled and follows ``decay_mask`` for every optimiser but sgd, where it enters the momentum.
+    feed-forward and the maps' phi, each layer's on its own, and leaves the rest to Adam (with Nesterov momentum, as
+    Muon). Decay is decoupled and follows ``decay_mask`` for every optimiser but sgd, where it enters the momentum.
 
     Args:
       params: the parameters or their shapes: the groups are read off their paths.

@@ -74,7 +74,8 @@ def run(config: Config, workdir: str | Path) -> int:
       The exit code: 0 when the run ended or was asked to stop (SIGTERM, SIGINT) and saved.
 
     Raises:
-      UserError: the folder holds a run of another config, or the data, mesh or batch cannot be used. Nothing is written.
+      UserError: the folder holds a run of another config, or the data, mesh or batch cannot be used. Nothing is
+      written.
     """
     return Run(config, Path(workdir)).execute()
 
@@ -146,7 +147,8 @@ class Run:
         closing.callback(self.checkpoints.close)
 
         latest = self.checkpoints.latest()
-        self.step, self.tokens, self.seconds_before, self.val = 0, 0, 0.0, {}
+        self.step, self.tokens, self.seconds_before = 0, 0, 0.0
+        self.val: dict[str, float] = {}
         if latest is None:
             self.state: TrainState = self.trainer.init(config.seed.init)
         else:
@@ -175,13 +177,15 @@ class Run:
     def _restore_history(self, records: list[dict[str, Any]]) -> None:
         """The detectors' windows and the last validation, as an uninterrupted run would hold them."""
         monitor = self.config.monitor
-        window = {
-            "window": monitor.zscore_window,
-            "min_history": monitor.zscore_min_history,
-            "threshold": monitor.zscore_threshold,
-        }
-        self.z_loss = RollingZScore((r["loss"] for r in records), **window)
-        self.z_grad = RollingZScore((r["grad_norm"] for r in records), **window)
+        self.z_loss, self.z_grad = (
+            RollingZScore(
+                (record[name] for record in records),
+                window=monitor.zscore_window,
+                min_history=monitor.zscore_min_history,
+                threshold=monitor.zscore_threshold,
+            )
+            for name in ("loss", "grad_norm")
+        )
         for record in records:
             if "val_loss" in record:
                 self.val = {name: record[name] for name in ("val_loss", "val_bits_per_byte")}
@@ -265,7 +269,7 @@ class Run:
             writer.write(record)
 
     def _mfu(self, tokens_per_second: float) -> float | None:
-        """Model FLOP utilisation: ``flops_per_token`` (its docstring says what counts) over the chips' bfloat16 peak."""
+        """Model FLOP utilisation: ``flops_per_token`` (it says what counts) over the chips' bfloat16 peak."""
         kind = self.mesh.devices.flat[0].device_kind
         peak = next((peak for name, peak in PEAK_FLOPS.items() if kind.startswith(name)), None)
         return None if peak is None else tokens_per_second * self.flops_per_token / (peak * self.mesh.size)

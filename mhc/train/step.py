@@ -56,8 +56,8 @@ def loss_and_gradients(
 ) -> tuple[LossParts, Params]:
     """(sums over the batch, gradient of nll / weight), micro-batch by micro-batch.
 
-    Every micro-batch is divided by the token count of the *whole* batch, so accumulating equals the big batch whatever the
-    padding.
+    Every micro-batch is divided by the token count of the *whole* batch, so accumulating equals the big batch whatever
+    the padding.
     """
     total = jnp.maximum(jnp.sum(batch["weights"]), 1.0)
 
@@ -107,10 +107,10 @@ def group_norms(grads: Params) -> dict[str, jax.Array]:
 class Trainer:
     """The compiled functions of a config on a mesh: ``init``, ``step``, ``validate``.
 
-    ``step(state, batch) -> (state, metrics)`` donates the state. Metrics are device scalars: loss, target_tokens (int32),
-    grad_norm before clipping, update_norm, param_norm, lr, logit_max, log_z, skipped, nonfinite, and grad/norm, {group: norm},
-    unless ``monitor.probe_every`` is 0. A step whose loss or gradient is not finite changes no parameter and no optimiser
-    state; the check is part of the step.
+    ``step(state, batch) -> (state, metrics)`` donates the state. Metrics are device scalars: loss, target_tokens
+    (int32), grad_norm before clipping, update_norm, param_norm, lr, logit_max, log_z, skipped, nonfinite, and
+    grad/norm, {group: norm}, unless ``monitor.probe_every`` is 0. A step whose loss or gradient is not finite changes
+    no parameter and no optimiser state; the check is part of the step.
     """
 
     def __init__(self, config: Config, mesh: Mesh):
