@@ -127,11 +127,12 @@ class Run:
     def execute(self) -> int:
         with contextlib.ExitStack() as closing:
             closing.callback(self.data.close)
+            closing.enter_context(self._signals())
             self._open(closing)
+            begun_at = self.step
             if self.step < self.config.train.steps:
-                with self._signals():
-                    self._loop()
-            return self._finish()
+                self._loop()
+            return self._finish(idle=self.step == begun_at)
 
     def _open(self, closing: contextlib.ExitStack) -> None:
         """Make or restore the state, repair the record to it, and open the writers."""
@@ -320,18 +321,19 @@ class Run:
 
     # ------------------------------------------------------------------------------------------------------------- end
 
-    def _finish(self) -> int:
+    def _finish(self, idle: bool) -> int:
+        """Write the summary, once every checkpoint is committed; ``idle``: no step was taken."""
         self.checkpoints.wait()
         reason = "finished" if self.step >= self.config.train.steps else "stopped"
         summary = self.workdir / "summary.json"
-        if reason == "finished" and summary.is_file() and self.began == self.last_time:
+        if reason == "finished" and idle and summary.is_file():
             self.progress.note(f"{self.workdir}: finished at step {self.step} already")
             return 0
         if reason == "stopped":
             self._event("stopped", reason="signal")
         write_json(summary, self._summary(reason))
         if reason == "stopped":
-            self.progress.note(f"{self.workdir}: stopped and saved after step {self.step}; the same command goes on")
+            self.progress.note(f"{self.workdir}: stopped and saved after step {self.step}; the same command resumes it")
         return 0
 
     def _summary(self, reason: str) -> dict[str, Any]:

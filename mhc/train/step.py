@@ -152,7 +152,7 @@ class Trainer:
             scale = jnp.minimum(1.0, config.optimizer.clip_norm / jnp.maximum(grad_norm, 1e-30))
             grads = jax.tree.map(lambda g: g * scale, grads)
         updates, opt_state = self.optimizer.update(grads, state.opt_state, state.params)
-        rate = learning_rate(config, state.step)
+        rate = learning_rate(config, state.step - state.skipped)  # a skipped update leaves the schedule where it was
         updates = jax.tree.map(lambda u: rate * u, updates)
         params = optax.apply_updates(state.params, updates)
 
