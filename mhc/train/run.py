@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import logging
 import math
 import signal
@@ -20,6 +21,7 @@ from mhc import config as configs
 from mhc.config import Config
 from mhc.data import pipeline, tokenizers
 from mhc.data.tokenizers import Tokenizer
+from mhc.errors import UserError
 from mhc.model.decoder import DecoderDefinition
 from mhc.model.flops import count_parameters, flops_per_token, leaf_sizes
 from mhc.monitor import probes
@@ -80,6 +82,23 @@ def run(config: Config, workdir: str | Path) -> int:
     return Run(config, Path(workdir)).execute()
 
 
+@contextlib.contextmanager
+def lock(workdir: Path) -> Iterator[None]:
+    """Holds a run folder against other processes of this machine; the lock ends with the process, however it ends.
+
+    Raises:
+      UserError: another process holds it.
+    """
+    with (workdir / ".lock").open("a") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(f"{workdir}: another process is training in this folder") from None
+        except OSError:
+            log.info("%s: this file system has no locks", workdir)
+        yield
+
+
 class Run:
     """A run in its folder. ``execute`` reads from top to bottom: open, loop, close."""
 
@@ -128,6 +147,8 @@ class Run:
         with contextlib.ExitStack() as closing:
             closing.callback(self.data.close)
             closing.enter_context(self._signals())
+            self.workdir.mkdir(parents=True, exist_ok=True)
+            closing.enter_context(lock(self.workdir))
             self._open(closing)
             begun_at = self.step
             if self.step < self.config.train.steps:
@@ -141,8 +162,7 @@ class Run:
         closing.callback(self.progress.close)
         for name, (before, after) in self.changes.items():
             self.progress.note(f"{workdir}: {name} changed from {before!r} to {after!r}")
-        workdir.mkdir(parents=True, exist_ok=True)
-        (workdir / "config.json").write_text(configs.to_json(config))
+        write_json(workdir / "config.json", configs.to_dict(config))
         self.trainer = Trainer(config, self.mesh)
         self.checkpoints = Checkpoints(workdir, config.checkpoint)
         closing.callback(self.checkpoints.close)
