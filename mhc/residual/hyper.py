@@ -9,9 +9,6 @@ from flax import nnx
 from mhc.residual.streams import StreamConnection, StreamTopology, TokenMaps
 from mhc.rng import PathKey
 
-INITS = ("hc",)
-
-
 class HyperConnectionMaps(StreamConnection):
     """Static maps b plus, when dynamic, a bounded correction that each stream's normalised content decides.
 
@@ -33,20 +30,21 @@ class HyperConnectionMaps(StreamConnection):
     ):
         self.n, self.dynamic, self.tanh, self.rms_eps = n, dynamic, tanh, rms_eps
         self.b_pre = nnx.Param(jax.nn.one_hot(k % n, n, dtype=jnp.float32))
-        self.b_post = nnx.Param(jnp.ones((n,)))
-        self.b_res = nnx.Param(jnp.eye(n))
+        self.b_post = nnx.Param(jnp.ones((n,), jnp.float32))
+        self.b_res = nnx.Param(jnp.eye(n, dtype=jnp.float32))
         if dynamic:
-            self.w_pre = nnx.Param(jnp.zeros((width,)))
-            self.w_post = nnx.Param(jnp.zeros((width,)))
-            self.w_res = nnx.Param(jnp.zeros((width, n)))
-            self.alpha = nnx.Param(jnp.full((3,), 0.01 if alpha is None else alpha))
+            self.w_pre = nnx.Param(jnp.zeros((width,), jnp.float32))
+            self.w_post = nnx.Param(jnp.zeros((width,), jnp.float32))
+            self.w_res = nnx.Param(jnp.zeros((width, n), jnp.float32))
+            self.alpha = nnx.Param(jnp.full((3,), 0.01 if alpha is None else alpha, jnp.float32))
 
     def token_maps(self, x: jax.Array) -> TokenMaps:
         lead = x.shape[:-2]
-        wide = [p[...] for p in (self.b_pre, self.b_post, self.b_res)]
-        b_pre, b_post, b_res = (b.reshape(*b.shape, *(1,) * len(lead)) for b in wide)
+        static = [p[...] for p in (self.b_pre, self.b_post, self.b_res)]
+        b_pre, b_post, b_res = (b.reshape(*b.shape, *(1,) * len(lead)) for b in static)
         if not self.dynamic:
-            return TokenMaps(*(jnp.broadcast_to(b, (*w.shape, *lead)) for b, w in zip((b_pre, b_post, b_res), wide, strict=True)))
+            spread = (jnp.broadcast_to(b, (*b.shape[: b.ndim - len(lead)], *lead)) for b in (b_pre, b_post, b_res))
+            return TokenMaps(*spread)
         # The three projections are one matmul; its row r of stream j is (m_j . w_r), tokens last.
         w = jnp.concatenate([self.w_pre[...][:, None], self.w_post[...][:, None], self.w_res[...]], axis=1)  # [D, 2+N]
         xw = x.astype(jnp.promote_types(x.dtype, w.dtype))
@@ -58,11 +56,7 @@ class HyperConnectionMaps(StreamConnection):
 
 
 class HyperConnections(StreamTopology):
-    """``residual.kind=hc``. Options as the config fields of the same names.
-
-    Raises:
-      ValueError: an init preset other than ``hc``, an unknown collapse, or N out of range.
-    """
+    """``residual.kind=hc``. Options as the config fields of the same names; ``build`` checks them."""
 
     def __init__(
         self,
@@ -70,7 +64,7 @@ class HyperConnections(StreamTopology):
         *,
         rngs: nnx.Rngs | PathKey | None = None,
         n: int | None = None,
-        init: str | None = None,
+        init: str | None = None,  # there is one preset
         alpha: float | None = None,
         collapse: str | None = None,
         dynamic: bool = True,
@@ -78,8 +72,6 @@ class HyperConnections(StreamTopology):
         rms_eps: float = 1e-6,
         map_eps: float = 1e-6,
     ):
-        if init not in (None, *INITS):
-            raise ValueError(f"hc has no init preset {init!r}; allowed: {', '.join(INITS)}")
         super().__init__(width, 4 if n is None else n, collapse or "sum", rms_eps=rms_eps, map_eps=map_eps, rngs=rngs)
         self.alpha, self.dynamic, self.tanh, self.rms_eps = alpha, dynamic, tanh, rms_eps
 

@@ -9,31 +9,28 @@ import jax.numpy as jnp
 from flax import nnx
 
 from mhc import kernels
-from mhc.residual.functional import MHC_KINDS, SINKHORN_PRESETS, kronecker_mixture, permutation_mixture, residual_logits
+from mhc.residual.functional import SINKHORN_PRESETS, kronecker_mixture, permutation_mixture, residual_logits
 from mhc.residual.streams import StreamConnection, StreamTopology, TokenMaps
 from mhc.rng import PathKey, path_key
-
-INITS = ("home", "equivalent", "fanin", "v4")
-
 
 def initial_bias(kind: str, init: str, n: int, home: int | jax.Array, res_gap: float) -> jax.Array:
     """The bias [2N+R] of a preset: pre, post, then res logits. ``home`` is the sublayer's home stream and may be traced."""
     r = residual_logits(kind, n)
     if init in ("fanin", "v4"):
-        return jnp.zeros((2 * n + r,))
+        return jnp.zeros((2 * n + r,), jnp.float32)
     gap = 8.0 if init == "home" else res_gap
     if kind == "mhc":
-        res = -gap * (1.0 - jnp.eye(n)).reshape(-1)
+        res = -gap * (1.0 - jnp.eye(n, dtype=jnp.float32)).reshape(-1)
     elif kind == "mhc_lite":  # the identity is the first permutation
-        res = jnp.full((r,), -gap).at[0].set(0.0)
+        res = jnp.full((r,), -gap, jnp.float32).at[0].set(0.0)
     else:  # kromhc: logits of (p, q) with p on the diagonal; identity has none
-        res = jnp.tile(jnp.array([0.0, -gap]), r // 2)
+        res = jnp.tile(jnp.array([0.0, -gap], jnp.float32), r // 2)
     if init == "home":
         at_home = 2.0 * jax.nn.one_hot(home, n, dtype=jnp.float32) - 1.0
         return jnp.concatenate([at_home, at_home, res])
     # equivalent: the streams are read as their mean (17 saturates the sigmoid in float32) and each gets the output once.
     read_mean = -math.log(n - 1) if n > 1 else 17.0
-    return jnp.concatenate([jnp.full((n,), read_mean), jnp.zeros((n,)), res])
+    return jnp.concatenate([jnp.full((n,), read_mean, jnp.float32), jnp.zeros((n,), jnp.float32), res])
 
 
 class ManifoldMaps(StreamConnection):
@@ -50,9 +47,11 @@ class ManifoldMaps(StreamConnection):
         std = {"home": 0.0, "equivalent": (t.n * t.width) ** -0.5, "fanin": (t.n * t.width) ** -0.5, "v4": 0.02}[t.init]
         alpha = {"home": 0.01, "equivalent": 0.0, "fanin": 0.01, "v4": 1.0}[t.init] if t.alpha is None else t.alpha
         self.phi = nnx.Param(
-            std * jax.random.normal((path_key(rngs) / "phi").key, shape) if std else jnp.zeros(shape)
+            std * jax.random.normal((path_key(rngs) / "phi").key, shape, jnp.float32)
+            if std
+            else jnp.zeros(shape, jnp.float32)
         )
-        self.alpha = nnx.Param(jnp.full((3,), alpha))
+        self.alpha = nnx.Param(jnp.full((3,), alpha, jnp.float32))
         self.bias = nnx.Param(initial_bias(t.kind, t.init, t.n, k % t.n, t.res_gap))
 
     def token_maps(self, x: jax.Array) -> TokenMaps:
@@ -82,8 +81,10 @@ class ManifoldMaps(StreamConnection):
 class ManifoldHyperConnections(StreamTopology):
     """``residual.kind`` mhc, mhc_lite, kromhc or identity. Options as the config fields of the same names.
 
+    ``build`` checks n, init and collapse.
+
     Raises:
-      ValueError: unknown kind, preset or collapse, or an N that the kind does not have.
+      ValueError: unknown Sinkhorn preset, or less than one iteration.
     """
 
     def __init__(
@@ -103,14 +104,11 @@ class ManifoldHyperConnections(StreamTopology):
         map_eps: float = 1e-6,
         sinkhorn_eps: float = 1e-6,
     ):
-        if kind not in MHC_KINDS:
-            raise ValueError(f"unknown kind {kind!r}; allowed: {', '.join(MHC_KINDS)}")
-        if init not in (None, *INITS):
-            raise ValueError(f"{kind} has no init preset {init!r}; allowed: {', '.join(INITS)}")
         if sinkhorn not in SINKHORN_PRESETS:
             raise ValueError(f"unknown Sinkhorn preset {sinkhorn!r}; allowed: {', '.join(SINKHORN_PRESETS)}")
         super().__init__(width, 4 if n is None else n, collapse or "mean", rms_eps=rms_eps, map_eps=map_eps, rngs=rngs)
-        residual_logits(kind, self.n)
+        if iters < 1:
+            raise ValueError(f"iters must be at least 1, got {iters}")
         self.kind, self.init, self.alpha, self.res_gap = kind, init or "home", alpha, res_gap
         self.preset, self.iters = sinkhorn, iters
         self.rms_eps, self.map_eps, self.sinkhorn_eps = rms_eps, map_eps, sinkhorn_eps
