@@ -48,13 +48,15 @@ def get_config() -> ConfigDict:
     init.scale_residual = True  # divide the sublayers' output projections by sqrt(2L)
 
     config.residual = residual = ConfigDict()
-    residual.kind = "mhc"  # topology: plain | hc | mhc
-    residual.n = placeholder(int)  # streams N, 1 to 8; None: 1 for plain, 4 otherwise
+    residual.kind = "mhc"  # topology: plain | hc | mhc | mhc_lite | kromhc | identity
+    residual.n = placeholder(int)  # streams N, 1 to 8 (mhc_lite: to 5; kromhc: 1, 2, 4, 8); None: 1 for plain, else 4
     residual.scale = 1.0  # plain only: x' = scale x + F(x); 0 is the no-residual control
-    residual.init = placeholder(str)  # initial maps: hc (for hc), home | equivalent | fanin | v4 (for mhc); None: first
+    residual.init = placeholder(
+        str
+    )  # initial maps: hc (for hc); home | equivalent | fanin | v4 (mhc, its kin); None: first
     residual.alpha = placeholder(float)  # gate of the maps' input-dependent part at init; None: the preset's
     residual.res_gap = 4.0  # init equivalent: how far the logits off the diagonal lie below it
-    residual.sinkhorn = "paper"  # mhc, order of normalisations: paper (rows exact) | deepseek (columns exact)
+    residual.sinkhorn = "paper"  # order of normalisations: paper | deepseek (with eps; also adds map_eps to pre)
     residual.iters = 20  # mhc: Sinkhorn iterations
     residual.collapse = placeholder(str)  # streams to one: sum | mean | head (learned); None: sum for hc, else mean
     residual.dynamic = True  # hc: maps depend on the input; False leaves the biases alone

@@ -19,14 +19,12 @@ import json
 import math
 import types
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, NoReturn
 
+from mhc import kinds
 from mhc.errors import UserError, did_you_mean
 
-KINDS = ("plain", "hc", "mhc")  # residual topologies; the registry of mhc.residual has the same ones
-INITS = {"plain": (), "hc": ("hc",), "mhc": ("home", "equivalent", "fanin", "v4")}  # presets by kind, default first
-COLLAPSES = {"plain": ("mean", "sum"), "hc": ("sum", "mean", "head"), "mhc": ("mean", "sum", "head")}  # default first
 SOURCES = ("stdlib", "tfds:<name>", "text:<glob>", "tokens:<glob>")
 
 
@@ -35,12 +33,16 @@ class _Rule:
     """What a field means and may hold, beyond its type; bounds are inclusive but for `above` and `below`."""
 
     doc: str
-    choices: tuple[str, ...] = ()
+    choices: tuple[str, ...] | Callable[[], tuple[str, ...]] = ()  # called where others may add to them
     low: float | None = None
     high: float | None = None
     above: float | None = None
     below: float | None = None
     source: bool = False
+
+    def allowed(self) -> tuple[str, ...]:
+        """The choices as of now."""
+        return self.choices() if callable(self.choices) else self.choices
 
     def bounds(self) -> str:
         """The bounds in words, or ``""``."""
@@ -78,7 +80,7 @@ def _type_words(hint: Any, rule: _Rule) -> str:
     if rule.source:
         words = f"one of {', '.join(SOURCES)}"
     elif rule.choices:
-        words = f"one of {', '.join(rule.choices)}"
+        words = f"one of {', '.join(rule.allowed())}"
     else:
         article = {int: "an int", float: "a float", bool: "True or False", str: "a string"}
         words = f"{article.get(base, 'a tuple of floats')} {rule.bounds()}".rstrip()
@@ -105,8 +107,8 @@ def _check(group: type[_Group], field: dataclasses.Field[Any], hint: Any, value:
         return tuple(_number(float, rule, item, name, allowed) for item in value)
     if not isinstance(value, base):
         _refuse(name, value, allowed)
-    if rule.choices and value not in rule.choices:
-        _refuse(name, value, allowed, did_you_mean(value, rule.choices))
+    if rule.choices and value not in rule.allowed():
+        _refuse(name, value, allowed, did_you_mean(value, rule.allowed()))
     if rule.source:
         prefix, colon, rest = value.partition(":")
         if value != "stdlib" and not (prefix in ("tfds", "text", "tokens") and rest):
@@ -207,23 +209,25 @@ class InitConfig(_Group, group="init"):
 class ResidualConfig(_Group, group="residual"):
     """The residual topology: what this project compares."""
 
-    kind: str = _field("mhc", "topology", choices=KINDS)
+    kind: str = _field("mhc", "topology", choices=kinds.names)
     n: int | None = _field(None, "streams N; None: 1 for plain, 4 otherwise", low=1, high=8)
     scale: float = _field(1.0, "plain only: x' = scale x + F(x); 0 is the no-residual control")
-    init: str | None = _field(
-        None, "initial maps; None: hc for hc, home for mhc", choices=("hc", "home", "equivalent", "fanin", "v4")
-    )
+    init: str | None = _field(None, "initial maps; None: hc for hc, home for mhc and its kin", choices=kinds.inits)
     alpha: float | None = _field(None, "gate of the input-dependent part of the maps at init; None: the preset's")
     res_gap: float = _field(4.0, "init equivalent: how far logits off the diagonal lie below it", low=0)
-    sinkhorn: str = _field("paper", "mhc: order of the normalisations", choices=("paper", "deepseek"))
+    sinkhorn: str = _field(
+        "paper",
+        "mhc: order of the normalisations; deepseek also adds map_eps to pre, for mhc and its kin",
+        choices=("paper", "deepseek"),
+    )
     iters: int = _field(20, "mhc: Sinkhorn iterations", low=1)
     collapse: str | None = _field(
-        None, "streams to one; None: sum for hc, mean for the others", choices=("sum", "mean", "head")
+        None, "streams to one; None: sum for hc, mean for the others", choices=kinds.collapses
     )
     dynamic: bool = _field(True, "hc: maps depend on the input; False leaves the biases alone")
     tanh: bool = _field(True, "hc: tanh around the input-dependent part")
     rms_eps: float = _field(1e-6, "inside the root of the maps' norm", low=0)
-    map_eps: float = _field(1e-6, "mhc with sinkhorn=deepseek, and collapse=head: added to the read weights", low=0)
+    map_eps: float = _field(1e-6, "sinkhorn=deepseek, and collapse=head: added to the read weights", low=0)
     sinkhorn_eps: float = _field(1e-6, "mhc with sinkhorn=deepseek: added to the sums that are divided by", low=0)
     decay_dynamic: bool = _field(False, "hc: weight decay also on the input-dependent part's weights")
 
@@ -419,27 +423,30 @@ def _check_shapes(config: Config) -> None:
         _refuse("attention.head_dim", head_dim, "an even number, since rope rotates pairs")
 
 
+# Fields that only some kinds have, and their neutral values: another value would silently do nothing elsewhere.
+_KIND_OPTIONS = {
+    "scale": 1.0,
+    "alpha": None,
+    "sinkhorn": "paper",
+    "dynamic": True,
+    "tanh": True,
+    "decay_dynamic": False,
+}
+
+
 def _check_residual(residual: ResidualConfig) -> None:
-    kind, n = residual.kind, residual.n
-    under = f"with residual.kind={kind}"
-    if kind == "plain":
-        if n not in (None, 1):
-            _refuse("residual.n", n, f"1 {under}: it has one stream")
-        if residual.init is not None:
-            _refuse("residual.init", residual.init, f"None {under}: it has no maps")
-        if residual.alpha is not None:
-            _refuse("residual.alpha", residual.alpha, f"None {under}: it has no maps")
-    elif residual.scale != 1.0:
-        _refuse("residual.scale", residual.scale, f"1.0 {under}: only plain is scaled")
-    if kind != "plain" and residual.init is not None and residual.init not in INITS[kind]:
-        _refuse("residual.init", residual.init, f"{' or '.join(INITS[kind])} {under}")
-    if residual.collapse is not None and residual.collapse not in COLLAPSES[kind]:
-        _refuse("residual.collapse", residual.collapse, f"{' or '.join(COLLAPSES[kind])} {under}")
-    if kind != "hc":
-        for name, neutral in (("dynamic", True), ("tanh", True), ("decay_dynamic", False)):
-            if getattr(residual, name) != neutral:
-                _refuse(f"residual.{name}", getattr(residual, name), f"{neutral} {under}: only hc has the choice")
-    elif not residual.dynamic:
+    kind = kinds.known()[residual.kind]
+    for name in ("n", "init", "collapse"):
+        value = getattr(residual, name)
+        allowed = kind.refusal(name, value)
+        if allowed is not None:
+            _refuse(f"residual.{name}", value, allowed)
+    for name, neutral in _KIND_OPTIONS.items():
+        value = getattr(residual, name)
+        if name not in kind.options and value != neutral:
+            has = " and ".join(other.name for other in kinds.known().values() if name in other.options)
+            _refuse(f"residual.{name}", value, f"{neutral} with residual.kind={kind.name}: it is a choice of {has}")
+    if not residual.dynamic:
         if residual.decay_dynamic:
             _refuse("residual.decay_dynamic", True, "False with residual.dynamic=False: nothing is left to decay")
         if residual.alpha is not None:
@@ -564,6 +571,7 @@ def resolve(config: Config, vocab_size: int) -> Config:
     Raises: UserError where model.vocab_size is too small for the tokeniser.
     """
     model, residual = config.model, config.residual
+    kind = kinds.known()[residual.kind]
     if model.vocab_size is not None and model.vocab_size < vocab_size:
         _refuse("model.vocab_size", model.vocab_size, f"at least {vocab_size}, the tokeniser's size")
     return dataclasses.replace(
@@ -573,9 +581,9 @@ def resolve(config: Config, vocab_size: int) -> Config:
         mlp=dataclasses.replace(config.mlp, width=config.mlp_width),
         residual=dataclasses.replace(
             residual,
-            n=residual.n or (1 if residual.kind == "plain" else 4),
-            init=residual.init or next(iter(INITS[residual.kind]), None),
-            collapse=residual.collapse or COLLAPSES[residual.kind][0],
+            n=residual.n or kind.default_streams,
+            init=residual.init or next(iter(kind.inits), None),
+            collapse=residual.collapse or kind.collapses[0],
         ),
         schedule=dataclasses.replace(config.schedule, decay_steps=config.decay_steps),
     )

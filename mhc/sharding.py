@@ -17,6 +17,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from mhc import kinds
 from mhc.config import MeshConfig
 from mhc.errors import UserError
 
@@ -40,7 +41,8 @@ RULES: dict[str, str | None] = {
 }
 
 # End of a parameter's path -> logical axes, without the leading `layers` of stacked blocks. Optimiser state repeats the
-# paths, so the same lines lay it out. The first match counts; a path that none matches is an error.
+# paths, so the same lines lay it out. The first match counts; a path that none matches is an error. Parameters of
+# residual topologies are declared with their kinds (mhc.kinds).
 PARAMETER_AXES: tuple[tuple[str, tuple[str, ...]], ...] = (
     (r"embed/table", ("vocab", "embed")),
     (r"head/kernel", ("embed", "vocab")),
@@ -50,13 +52,6 @@ PARAMETER_AXES: tuple[tuple[str, tuple[str, ...]], ...] = (
     (r"mlp/core/(gate|up)", ("embed", "mlp")),
     (r"mlp/core/down", ("mlp", "embed")),
     (r"norm/scale", ("norm",)),
-    (r"residual/phi", ("streams", "embed", "maps")),
-    (r"residual/w_(pre|post)", ("embed",)),
-    (r"residual/w_res", ("embed", "maps")),
-    (r"residual/(alpha|bias|b_pre|b_post)", ("maps",)),
-    (r"residual/b_res", ("maps", "maps")),
-    (r"residual/head/fn", ("streams", "embed", "maps")),
-    (r"residual/head/(base|scale)", ("maps",)),
 )
 
 
@@ -82,10 +77,12 @@ def check_rules(axes: tuple[str, ...]) -> None:
     """Refuse logical axes of one array that would lie on the same mesh axis.
 
     Raises:
-      ValueError: naming the axes that collide.
+      ValueError: naming the axes that collide, or an unknown one.
     """
     taken: dict[str, str] = {}
     for axis in axes:
+        if axis not in RULES:
+            raise ValueError(f"unknown logical axis {axis!r}; allowed: {', '.join(RULES)}")
         mesh_axis = RULES[axis]
         if mesh_axis is not None and mesh_axis in taken:
             raise ValueError(f"logical axes {taken[mesh_axis]!r} and {axis!r} of one array both lie on {mesh_axis!r}")
@@ -101,13 +98,21 @@ def logical_axes(path: str, ndim: int) -> tuple[str, ...]:
     """
     if ndim == 0:
         return ()
+    axes = _declared_axes(path)
+    full = ("layers", *axes) if re.search(r"(^|/)blocks/", path) else axes
+    if len(full) != ndim:
+        raise ValueError(f"{path} has {ndim} axes, its layout rule has {full}")
+    check_rules(full)
+    return full
+
+
+def _declared_axes(path: str) -> tuple[str, ...]:
+    declared = kinds.parameter(path)
+    if declared is not None:
+        return declared.axes
     for pattern, axes in PARAMETER_AXES:
         if re.search(rf"(^|/|_){pattern}$", path):
-            full = ("layers", *axes) if re.search(r"(^|/)blocks/", path) else axes
-            if len(full) != ndim:
-                raise ValueError(f"{path} has {ndim} axes, its layout rule has {full}")
-            check_rules(full)
-            return full
+            return axes
     raise ValueError(f"no layout rule covers {path}; add one to mhc.sharding.PARAMETER_AXES")
 
 

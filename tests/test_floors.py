@@ -17,6 +17,7 @@ ROOT = Path(__file__).parents[1]
 FLOORS = {
     "mhc": 0,  # the package itself: a docstring
     "mhc.errors": 0,
+    "mhc.kinds": 0,
     "mhc.config": 0,
     "mhc.cli": 1,
     "mhc.rng": 1,
@@ -37,7 +38,7 @@ FLOORS = {
     "train": 8,
 }
 # mhc.residual and mhc.kernels are used as a library in other people's models.
-LIBRARY = ("mhc.residual", "mhc.kernels", "mhc.rng")
+LIBRARY = ("mhc.residual", "mhc.kernels", "mhc.rng", "mhc.kinds")
 LIBRARY_NEEDS = {"jax", "flax", "numpy"}  # numpy comes with jax
 # functional.py is the bottom of the house, though it lies in the residual's folder: kernels are checked against it.
 FLOORS["mhc.residual.functional"] = 2

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -39,9 +38,7 @@ def build_topology(config: ResidualConfig, width: int, key: PathKey) -> Residual
     """The configured topology, given those fields of the config that its kind takes."""
     fields = dataclasses.asdict(config)
     kind = fields.pop("kind")
-    builder = residual.protocol.builder(kind)
-    takes = inspect.signature(builder).parameters
-    options = {name: value for name, value in fields.items() if name in takes}
+    options = {name: fields[name] for name in residual.protocol.options(kind) if name in fields}
     return residual.build(kind, width, rngs=key, **options)
 
 

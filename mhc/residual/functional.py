@@ -1,8 +1,8 @@
 """The mathematics of the residual topologies as pure functions.
 
-Shapes: ``N`` streams, ``D`` model width, ``R`` residual logits, ``S`` sublayers in depth order; ``...`` any leading axes
-(batch and tokens). Every function computes in ``promote_types(input, float32)``, so bfloat16 streams are read in float32 and
-float64 stays float64.
+Shapes: ``N`` streams, ``D`` model width, ``R`` residual logits, ``S`` sublayers in depth order; ``...`` any leading
+axes (batch and tokens). Every function computes in ``promote_types(input, float32)``, so bfloat16 streams are read in
+float32 and float64 stays float64.
 
 One sublayer F with its maps is
 
@@ -10,8 +10,8 @@ One sublayer F with its maps is
 
 ``res[i, j]`` is the weight of input stream j in output stream i, for every topology and whatever a peer stores.
 
-These are the reference: short, differentiable in both modes, exact. The training path uses ``mhc.kernels``, which is tested
-against them.
+These are the reference: short, differentiable in both modes, exact. The training path uses ``mhc.kernels``, which is
+tested against them.
 """
 
 from __future__ import annotations
@@ -83,10 +83,11 @@ def residual_logits(kind: str, n: int) -> int:
 def sinkhorn(logits: ArrayLike, *, iters: int = 20, preset: str = "paper", eps: float = 1e-6) -> jax.Array:
     """Sinkhorn-Knopp projection of logits towards the doubly stochastic matrices.
 
-    ``paper`` (arXiv:2512.24880): exp(logits - max), then ``iters`` times columns (sum over i) and rows (sum over j), no eps;
-    rows are exact and the error is left in the columns. ``deepseek`` (DeepSeek-V4): softmax over the last axis + eps, one
-    column step, then ``iters - 1`` row and column steps, each dividing by (sum + eps); the result is transposed, so again
-    ``H[i, j]`` is the weight of input stream j. The transpose leaves the *columns* exact.
+    ``paper`` (arXiv:2512.24880): exp(logits - max), then ``iters`` times columns (sum over i) and rows (sum over j), no
+    eps; rows are exact and the error is left in the columns. ``deepseek`` (DeepSeek-V4): softmax over the last axis +
+    eps, one step over axis -2, then ``iters - 1`` steps over axis -1 and axis -2, each dividing by (sum + eps), and a
+    transpose, which makes the marginal normalised last the *rows* here too, exact up to the eps. ``H[i, j]`` is the
+    weight of input stream j under both.
 
     Both run in the log domain: finite, with finite gradients of either mode, for logits anywhere in +-1e4.
 
@@ -151,7 +152,7 @@ def hc_maps(
 
     Args:
       x: streams [..., N, D].
-      params: w_pre [D], w_post [D], w_res [D, N], b_pre [N], b_post [N], b_res [N, N], alpha [3]; static: the b's alone.
+      params: w_pre [D], w_post [D], w_res [D, N], b_pre [N], b_post [N], b_res [N, N], alpha [3]; static: b's alone.
       dynamic: False leaves only the b's.
       tanh: False drops the tanh.
       rms_eps: inside the square root.
@@ -190,10 +191,10 @@ def mhc_maps(
 ) -> Maps:
     """Maps of manifold-constrained Hyper-Connections (arXiv:2512.24880) and its relatives.
 
-    m = vec(x) rsqrt(mean(vec(x)^2) + rms_eps) with one statistic over all N*D; logits = alpha_k (m phi)_k + b_k in the order
-    pre, post, res; pre = sigmoid(.) (+ map_eps under ``deepseek``), post = 2 sigmoid(.), res = the kind's projection of the
-    res logits: Sinkhorn (``mhc``), a softmax over permutation matrices (``mhc_lite``, arXiv:2601.05732), a Kronecker product
-    of 2x2 matrices (``kromhc``, arXiv:2601.21579), or the identity.
+    m = vec(x) rsqrt(mean(vec(x)^2) + rms_eps) with one statistic over all N*D; logits = alpha_k (m phi)_k + b_k in the
+    order pre, post, res; pre = sigmoid(.) (+ map_eps under ``deepseek``), post = 2 sigmoid(.), res = the kind's
+    projection of the res logits: Sinkhorn (``mhc``), a softmax over permutation matrices (``mhc_lite``,
+    arXiv:2601.05732), a Kronecker product of 2x2 matrices (``kromhc``, arXiv:2601.21579), or the identity.
 
     Args:
       x: streams [..., N, D].
@@ -213,14 +214,20 @@ def mhc_maps(
     r = residual_logits(kind, n)
     if phi.shape != (n * d, 2 * n + r) or bias.shape != (2 * n + r,):
         raise ValueError(
-            f"{kind} with N={n}, D={d} takes phi [{n * d}, {2 * n + r}] and bias [{2 * n + r}], got {phi.shape} and {bias.shape}"
+            f"{kind} with N={n}, D={d} takes phi [{n * d}, {2 * n + r}] and bias [{2 * n + r}], "
+            f"got {phi.shape} and {bias.shape}"
         )
-    # The norm is one scalar a token, so it is applied after the matmul. (N, D) is contracted without a reshape of x, which
-    # would gather a width sharded over a tensor-parallel mesh.
+    # The norm is one scalar a token, so it is applied after the matmul. (N, D) is contracted without a reshape of x,
+    # which would gather a width sharded over a tensor-parallel mesh.
     scale = jax.lax.rsqrt(jnp.mean(x * x, axis=(-2, -1)) + rms_eps)
     raw = jnp.einsum("...nd,ndr->...r", x, phi.reshape(n, d, 2 * n + r)) * scale[..., None]
     return maps_from_logits(
-        mhc_logits(raw, alpha, bias, n), kind=kind, preset=preset, iters=iters, map_eps=map_eps, sinkhorn_eps=sinkhorn_eps
+        mhc_logits(raw, alpha, bias, n),
+        kind=kind,
+        preset=preset,
+        iters=iters,
+        map_eps=map_eps,
+        sinkhorn_eps=sinkhorn_eps,
     )
 
 
@@ -264,7 +271,10 @@ def streams_of(kind: str, logits: int) -> int:
 
 
 def permutation_mixture(weights: jax.Array, n: int) -> jax.Array:
-    """sum_k a_k P_k over the N! permutations in lexicographic order, P_k[i, perm_k(i)] = 1: [..., N!] -> [..., N, N]."""
+    """sum_k a_k P_k over the N! permutations in lexicographic order, P_k[i, perm_k(i)] = 1.
+
+    weights [..., N!] -> [..., N, N].
+    """
     permutations = list(itertools.permutations(range(n)))
     matrices = jnp.eye(n, dtype=weights.dtype)[jnp.array(permutations)]  # [N!, N, N]; row i is one-hot at perm(i)
     return jnp.einsum("...k,kij->...ij", weights, matrices)
@@ -324,7 +334,7 @@ def collapse_head(
 
 
 def single_gains(res: ArrayLike) -> Gains:
-    """Gains of each map alone: max_i |sum_j H[i, j]| (forward), max_j |sum_i H[i, j]| (backward); [..., N, N] -> [...]."""
+    """Gains of each map alone, [..., N, N] -> [...]: max_i |sum_j H[i, j]| forward, max_j |sum_i H[i, j]| backward."""
     (res,) = _wide(res)
     _check_square("res", res.shape)
     return Gains(jnp.max(jnp.abs(jnp.sum(res, -1)), -1), jnp.max(jnp.abs(jnp.sum(res, -2)), -1))

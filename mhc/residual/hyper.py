@@ -9,12 +9,13 @@ from flax import nnx
 from mhc.residual.streams import StreamConnection, StreamTopology, TokenMaps
 from mhc.rng import PathKey
 
+
 class HyperConnectionMaps(StreamConnection):
     """Static maps b plus, when dynamic, a bounded correction that each stream's normalised content decides.
 
-    Parameters, float32: b_pre [N], b_post [N], b_res [N, N]; dynamic: w_pre [D], w_post [D], w_res [D, N], alpha [3]. Init
-    ``hc``: w = 0, alpha = 0.01, b_pre one-hot at the home stream k mod N, b_post = 1, b_res = I, so that the network is the
-    plain residual network.
+    Parameters, float32: b_pre [N], b_post [N], b_res [N, N]; dynamic: w_pre [D], w_post [D], w_res [D, N], alpha [3].
+    Init ``hc``: w = 0, alpha = 0.01, b_pre one-hot at the home stream k mod N, b_post = 1, b_res = I, so that the
+    network is the plain residual network.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Manifold-constrained Hyper-Connections (arXiv:2512.24880) and relatives: stream mixing by doubly stochastic matrices."""
+"""Manifold-constrained Hyper-Connections (arXiv:2512.24880) and relatives: mixing by doubly stochastic matrices."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from mhc.residual.functional import SINKHORN_PRESETS, kronecker_mixture, permuta
 from mhc.residual.streams import StreamConnection, StreamTopology, TokenMaps
 from mhc.rng import PathKey, path_key
 
+
 def initial_bias(kind: str, init: str, n: int, home: int | jax.Array, res_gap: float) -> jax.Array:
-    """The bias [2N+R] of a preset: pre, post, then res logits. ``home`` is the sublayer's home stream and may be traced."""
+    """The bias [2N+R] of a preset: pre, post, then res logits. ``home``, the sublayer's home stream, may be traced."""
     r = residual_logits(kind, n)
     if init in ("fanin", "v4"):
         return jnp.zeros((2 * n + r,), jnp.float32)
@@ -28,7 +29,7 @@ def initial_bias(kind: str, init: str, n: int, home: int | jax.Array, res_gap: f
     if init == "home":
         at_home = 2.0 * jax.nn.one_hot(home, n, dtype=jnp.float32) - 1.0
         return jnp.concatenate([at_home, at_home, res])
-    # equivalent: the streams are read as their mean (17 saturates the sigmoid in float32) and each gets the output once.
+    # equivalent: the streams are read as their mean (17 saturates the sigmoid in float32), each gets the output once.
     read_mean = -math.log(n - 1) if n > 1 else 17.0
     return jnp.concatenate([jnp.full((n,), read_mean, jnp.float32), jnp.zeros((n,), jnp.float32), res])
 

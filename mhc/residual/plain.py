@@ -31,15 +31,17 @@ class PlainConnection(Connection):
 
 
 class PlainResidual(ResidualTopology):
-    """One stream; ``scale`` 0 is the control without a residual.
+    """One stream; ``scale`` 0 is the control without a residual. Every ``collapse`` of one stream is that stream."""
 
-    Raises:
-      ValueError: ``n`` other than 1.
-    """
-
-    def __init__(self, width: int, *, rngs: nnx.Rngs | PathKey | None = None, n: int | None = None, scale: float = 1.0):
-        if n not in (None, 1):
-            raise ValueError(f"the plain residual has one stream: n must be 1, got {n}")
+    def __init__(
+        self,
+        width: int,
+        *,
+        rngs: nnx.Rngs | PathKey | None = None,
+        n: int | None = None,
+        scale: float = 1.0,
+        collapse: str | None = None,
+    ):
         self.n, self.scale = 1, scale
 
     def expand(self, h: jax.Array) -> jax.Array:

@@ -14,7 +14,7 @@ from mhc.residual.functional import Maps
 from mhc.residual.protocol import Connection, ResidualTopology
 from mhc.rng import PathKey, path_key
 
-COLLAPSES = ("sum", "mean", "head")
+COLLAPSES = ("mean", "sum", "head")
 
 
 class TokenMaps(NamedTuple):
@@ -28,11 +28,15 @@ class TokenMaps(NamedTuple):
 class StreamConnection(Connection):
     """x' = H_res x + H_post^T F(H_pre x) on streams [..., N, D]; a subclass says what the maps are."""
 
+    n: int
+
     def token_maps(self, x: jax.Array) -> TokenMaps:
         """The maps of every token from the streams x [..., N, D], float32 or wider."""
         raise NotImplementedError
 
     def read(self, state: jax.Array) -> tuple[jax.Array, TokenMaps]:
+        if state.ndim < 2 or state.shape[-2] != self.n:
+            raise ValueError(f"the state must be streams [..., N={self.n}, D], got shape {state.shape}: expand first")
         maps = self.token_maps(state)
         return kernels.read(state, maps.pre), maps
 
@@ -50,14 +54,14 @@ class StreamConnection(Connection):
 
 
 class LearnedCollapse(nnx.Module):
-    """The ``head`` collapse (DeepSeek-V4): fn [N, D, N] normal std 0.02, base [N] 0, scale [1] 1; see ``collapse_head``."""
+    """The ``head`` collapse (DeepSeek-V4), see ``collapse_head``. Init: fn [N, D, N] std 0.02, base [N] 0, scale [1] 1."""
 
     def __init__(self, n: int, width: int, *, rms_eps: float, map_eps: float, rngs: nnx.Rngs | PathKey):
         key = path_key(rngs)
         self.rms_eps, self.map_eps = rms_eps, map_eps
-        self.fn = nnx.Param(0.02 * jax.random.normal((key / "fn").key, (n, width, n)))
-        self.base = nnx.Param(jnp.zeros((n,)))
-        self.scale = nnx.Param(jnp.ones((1,)))
+        self.fn = nnx.Param(0.02 * jax.random.normal((key / "fn").key, (n, width, n), jnp.float32))
+        self.base = nnx.Param(jnp.zeros((n,), jnp.float32))
+        self.scale = nnx.Param(jnp.ones((1,), jnp.float32))
 
     def __call__(self, x: jax.Array) -> jax.Array:
         n, d = x.shape[-2:]

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from mhc import kinds
 from mhc.config import Config
 from mhc.model.decoder import Params
 from mhc.sharding import path_of
@@ -31,13 +32,9 @@ RULES: tuple[tuple[str, Group], ...] = (
     (r"attention/core/out", Group("attention", True, ((-3, -2), (-1,)))),
     (r"mlp/core/(gate|up|down)", Group("feed_forward", True, ((-2,), (-1,)))),
     (r"norm/scale", Group("norms", False, None)),
-    (r"residual/phi", Group("maps", False, ((-3, -2), (-1,)))),
-    (r"residual/w_(pre|post|res)", Group("maps", False, None)),
-    (r"residual/(alpha|bias|b_pre|b_post|b_res)", Group("maps", False, None)),
-    (r"residual/head/(fn|base|scale)", Group("maps", False, None)),
 )
-GROUPS = tuple(dict.fromkeys(group.name for _, group in RULES))
-_DYNAMIC = re.compile(r"residual/w_(pre|post|res)$")
+MAPS = "maps"  # the group of every residual topology's parameters, which their kinds declare (mhc.kinds)
+GROUPS = tuple(dict.fromkeys([*(group.name for _, group in RULES), MAPS]))
 
 
 def group_of(path: str) -> Group:
@@ -46,6 +43,9 @@ def group_of(path: str) -> Group:
     Raises:
       ValueError: no rule covers the path.
     """
+    declared = kinds.parameter(path)
+    if declared is not None:
+        return Group(MAPS, False, declared.muon)
     for pattern, group in RULES:
         if re.search(rf"(^|/|_){pattern}$", path):
             return group
@@ -59,8 +59,12 @@ def map_paths(function: Any, tree: Any) -> Any:
 
 def decay_mask(config: Config, params: Params) -> Any:
     """True where weight decay applies: matrices, embeddings, and under ``decay_dynamic`` the maps' dynamic weights."""
-    dynamic = config.residual.decay_dynamic
-    return map_paths(lambda path, _: group_of(path).decay or (dynamic and _DYNAMIC.search(path) is not None), params)
+
+    def decays(path: str, _: Any) -> bool:
+        declared = kinds.parameter(path)
+        return group_of(path).decay or (declared is not None and declared.dynamic and config.residual.decay_dynamic)
+
+    return map_paths(decays, params)
 
 
 def learning_rate(config: Config, completed: jax.Array | int) -> jax.Array:

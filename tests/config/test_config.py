@@ -17,6 +17,7 @@ from ml_collections import ConfigDict
 
 from configs import default, demo
 from mhc import config as config_lib
+from mhc import kinds
 from mhc.config import Config
 from mhc.errors import UserError
 
@@ -68,7 +69,7 @@ def test_every_choice_stands_in_the_comment_of_the_default_file(name: str) -> No
     rule = next(field for field in dataclasses.fields(kind) if field.name == leaf).metadata["rule"]
     assert rule.doc
     line = next(line for line in DEFAULT_FILE.read_text("utf-8").splitlines() if line.startswith(f"    {name} = "))
-    for choice in rule.choices:
+    for choice in rule.allowed():
         assert re.search(rf"\b{choice}\b", line.partition("#")[2]), f"{name}: {choice} is not explained"
 
 
@@ -162,7 +163,10 @@ MISTAKES = [
     ({"residual__n": 0}, "residual.n: given 0, allowed: an int from 1 to 8 or None"),
     ({"optimizer__b2": 1.0}, "optimizer.b2: given 1.0, allowed: a float >= 0 and < 1"),
     ({"optimizer__clip_norm": 0.0}, "optimizer.clip_norm: given 0.0, allowed: a float > 0 or None"),
-    ({"residual__kind": "mch"}, "residual.kind: given 'mch', allowed: one of plain, hc, mhc (did you mean mhc?)"),
+    (
+        {"residual__kind": "mch"},
+        "residual.kind: given 'mch', allowed: one of plain, hc, mhc, mhc_lite, kromhc, identity (did you mean mhc?)",
+    ),
     ({"model__dtype": "bf16"}, "model.dtype: given 'bf16', allowed: one of float32, bfloat16 (did you mean bfloat16?)"),
     ({"data__source": "txt:a.txt"}, "data.source: given 'txt:a.txt', allowed: one of stdlib, tfds:<name>, text:<glob>"),
     ({"data__source": "text:"}, "data.source: given 'text:'"),
@@ -245,7 +249,7 @@ def test_a_dataclass_made_by_hand_is_checked_too() -> None:
 ALLOWED = [
     {"residual__kind": "plain", "residual__n": 1, "residual__scale": 0},
     {"residual__kind": "hc", "residual__init": "hc", "residual__decay_dynamic": True, "residual__tanh": False},
-    *({"residual__kind": "mhc", "residual__init": init} for init in config_lib.INITS["mhc"]),
+    *({"residual__kind": "mhc", "residual__init": init} for init in kinds.known()["mhc"].inits),
     *({"residual__kind": "mhc", "residual__n": n} for n in range(1, 9)),
     {"model__width": 10, "attention__head_dim": 6},
     {"model__width": 12, "positions__kind": "none"},
