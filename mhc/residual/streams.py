@@ -54,7 +54,7 @@ class StreamConnection(Connection):
 
 
 class LearnedCollapse(nnx.Module):
-    """The ``head`` collapse (DeepSeek-V4), see ``collapse_head``. Init: fn [N, D, N] std 0.02, base [N] 0, scale [1] 1."""
+    """The ``head`` collapse of DeepSeek-V4: ``collapse_head``. Init: fn [N, D, N] std 0.02, base [N] 0, scale [1] 1."""
 
     def __init__(self, n: int, width: int, *, rms_eps: float, map_eps: float, rngs: nnx.Rngs | PathKey):
         key = path_key(rngs)
