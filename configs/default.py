@@ -51,9 +51,7 @@ def get_config() -> ConfigDict:
     residual.kind = "mhc"  # topology: plain | hc | mhc | mhc_lite | kromhc | identity
     residual.n = placeholder(int)  # streams N, 1 to 8 (mhc_lite: to 5; kromhc: 1, 2, 4, 8); None: 1 for plain, else 4
     residual.scale = 1.0  # plain only: x' = scale x + F(x); 0 is the no-residual control
-    residual.init = placeholder(
-        str
-    )  # initial maps: hc (for hc); home | equivalent | fanin | v4 (mhc, its kin); None: first
+    residual.init = placeholder(str)  # initial maps: hc (of hc) | home | equivalent | fanin | v4 (of mhc and its kin)
     residual.alpha = placeholder(float)  # gate of the maps' input-dependent part at init; None: the preset's
     residual.res_gap = 4.0  # init equivalent: how far the logits off the diagonal lie below it
     residual.sinkhorn = "paper"  # order of normalisations: paper | deepseek (with eps; also adds map_eps to pre)
