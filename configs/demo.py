@@ -12,11 +12,12 @@ def get_config() -> ConfigDict:
     config = default.get_config()
     config.model.layers = 16
     config.model.width = 32
-    config.data.sequence_length = 128
-    config.optimizer.lr = 2e-2
+    config.attention.heads = 2
+    config.data.sequence_length = 64
+    config.optimizer.lr = 1e-2
     config.schedule.warmup_steps = 20
     config.train.steps = 200
-    config.train.batch_size = 16
+    config.train.batch_size = 32
     config.validation.every = 50
     config.monitor.probe_every = 20
     return config

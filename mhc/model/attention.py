@@ -83,13 +83,29 @@ class Attention(nnx.Module):
         self.value = kernel(config, key / "value", (d, g, size), d)
         self.out = kernel(config, key / "out", (h, size, d), h * size, residual=True)
 
+    def _queries_keys(self, x: jax.Array, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
+        q = jnp.einsum("btd,dhk->bthk", x, self.query[...].astype(x.dtype))
+        k = jnp.einsum("btd,dgk->btgk", x, self.key[...].astype(x.dtype))
+        if self.theta is not None:
+            q, k = rope(q, positions, self.theta), rope(k, positions, self.theta)
+        return q, k
+
+    def statistics(
+        self, x: Float[Array, "B T D"], positions: Int[Array, "B T"], mask: Bool[Array, "b T U"]
+    ) -> tuple[Float[Array, ""], Float[Array, "B H T"]]:
+        """(largest attention logit of a visible pair, entropy in nats of each query's weights), for the probes."""
+        q, k = self._queries_keys(x, positions)
+        k = jnp.repeat(k, q.shape[2] // k.shape[2], axis=2)
+        scores = jnp.einsum("bthk,buhk->bhtu", q, k, preferred_element_type=jnp.float32) / math.sqrt(q.shape[-1])
+        scores = jnp.where(mask[:, None], scores, -jnp.inf)
+        log_weights = jax.nn.log_softmax(scores, axis=-1)
+        weights = jnp.exp(log_weights)
+        return jnp.max(scores), -jnp.sum(jnp.where(weights > 0, weights * log_weights, 0.0), axis=-1)
+
     def __call__(
         self, x: Float[Array, "B T D"], positions: Int[Array, "B T"], mask: Bool[Array, "b T U"]
     ) -> Float[Array, "B T D"]:
-        q = jnp.einsum("btd,dhk->bthk", x, self.query[...].astype(x.dtype))
-        k = jnp.einsum("btd,dgk->btgk", x, self.key[...].astype(x.dtype))
+        q, k = self._queries_keys(x, positions)
         v = jnp.einsum("btd,dgk->btgk", x, self.value[...].astype(x.dtype))
-        if self.theta is not None:
-            q, k = rope(q, positions, self.theta), rope(k, positions, self.theta)
         y = IMPLEMENTATIONS[choose_implementation(self.impl)](q, k, v, mask)
         return jnp.einsum("bthk,hkd->btd", y, self.out[...].astype(x.dtype))

@@ -22,16 +22,20 @@ if TYPE_CHECKING:
 
 
 class SublayerView(NamedTuple):
-    """What an observer sees of a sublayer: connection, its maps' context, F's input and output, the state after it."""
+    """What an observer sees of one sublayer."""
 
+    topology: ResidualTopology
     connection: Connection
-    context: Context
-    u: jax.Array
-    y: jax.Array
-    state: State
+    context: Context  # of its maps
+    sublayer: Sublayer
+    args: tuple[Any, ...]  # that F takes beside u
+    u: jax.Array  # F's input [B, T, D]
+    y: jax.Array  # F's output [B, T, D]
+    state: State  # after the write
 
 
-Observer = Callable[[SublayerView], Any]
+# What it returns is stacked over depth. Its keys may differ between attention and feed-forward, not between blocks.
+Observer = Callable[[SublayerView], dict[str, jax.Array]]
 
 
 def build_topology(config: ResidualConfig, width: int, key: PathKey) -> ResidualTopology:
@@ -52,8 +56,13 @@ class Block(nnx.Module):
         self.mlp_residual = topology.connection(2 * layer + 1, rngs=key / "mlp_residual")
 
     def __call__(
-        self, state: State, positions: jax.Array, mask: jax.Array, observe: Observer | None = None
-    ) -> tuple[State, Any]:
+        self,
+        state: State,
+        positions: jax.Array,
+        mask: jax.Array,
+        topology: ResidualTopology,
+        observe: Observer | None = None,
+    ) -> tuple[State, tuple[dict[str, jax.Array], ...]]:
         seen = []
         for connection, sublayer, args in (
             (self.attention_residual, self.attention, (positions, mask)),
@@ -63,8 +72,8 @@ class Block(nnx.Module):
             y = sublayer(u, *args)
             state = connection.write(state, y, context)
             if observe is not None:
-                seen.append(observe(SublayerView(connection, context, u, y, state)))
-        return state, jax.tree.map(lambda *leaves: jnp.stack(leaves), *seen) if seen else None
+                seen.append(observe(SublayerView(topology, connection, context, sublayer, args, u, y, state)))
+        return state, tuple(seen)
 
 
 REMAT_POLICIES: dict[str, Any] = {
@@ -98,8 +107,11 @@ class Decoder(nnx.Module):
         segment_ids: Int[Array, "B T"] | None = None,
         positions: Int[Array, "B T"] | None = None,
         observe: Observer | None = None,
-    ) -> tuple[Float[Array, "B T D"], Any]:
-        """(hidden states after the final norm, what ``observe`` returned, stacked over sublayers to [S, ...]).
+    ) -> tuple[Float[Array, "B T D"], dict[str, jax.Array]]:
+        """(hidden states after the final norm, what ``observe`` returned, stacked over depth).
+
+        A key that ``observe`` gives for every sublayer is stacked to [S, ...] in depth order, one that it gives only
+        for attention or only for feed-forward to [L, ...].
 
         ``segment_ids`` keeps packed documents apart (None: one document a row); ``positions`` default to 0 .. T-1.
         """
@@ -110,7 +122,7 @@ class Decoder(nnx.Module):
         graph, stacked = nnx.split(self.blocks)
 
         def run_block(state: State, params: Any) -> tuple[State, Any]:
-            return nnx.merge(graph, params)(state, positions, mask, observe)
+            return nnx.merge(graph, params)(state, positions, mask, self.residual, observe)
 
         model = self.config.model
         if model.remat != "none":
@@ -123,10 +135,8 @@ class Decoder(nnx.Module):
             for layer in range(model.layers):
                 state, one = run_block(state, jax.tree.map(lambda leaf, layer=layer: leaf[layer], stacked))
                 each.append(one)
-            seen = None if observe is None else jax.tree.map(lambda *leaves: jnp.stack(leaves), *each)
-        # [L, 2, ...] -> [S, ...], depth order.
-        seen = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), seen)
-        return self.final_norm(self.residual.collapse(state)), seen
+            seen = jax.tree.map(lambda *leaves: jnp.stack(leaves), *each)
+        return self.final_norm(self.residual.collapse(state)), _by_depth(seen)
 
     def logits(self, h: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
         """Float32 logits of final hidden states."""
@@ -142,6 +152,15 @@ class Decoder(nnx.Module):
         positions: Int[Array, "B T"] | None = None,
     ) -> Float[Array, "B T V"]:
         return self.logits(self.hidden(tokens, segment_ids, positions)[0])
+
+
+def _by_depth(seen: tuple[dict[str, jax.Array], ...]) -> dict[str, jax.Array]:
+    """What the sublayers of a block gave, each stacked over blocks, as one mapping in depth order."""
+    out: dict[str, jax.Array] = {}
+    for name in dict.fromkeys(name for one in seen for name in one):
+        have = [one[name] for one in seen if name in one]
+        out[name] = jnp.stack(have, axis=1).reshape(-1, *have[0].shape[1:])
+    return out
 
 
 def stack_blocks(make: Callable[[int | jax.Array], Block], count: int) -> Block:

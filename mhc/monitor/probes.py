@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -12,8 +13,9 @@ import numpy as np
 
 from mhc.config import Config
 from mhc.data import pipeline, tokenizers
+from mhc.model.attention import Attention
 from mhc.model.decoder import DecoderDefinition, Params, SublayerView
-from mhc.residual.functional import Maps, composite_gains, single_gains
+from mhc.residual.functional import composite_gains, composite_maps, single_gains
 from mhc.train.checkpoint import LoadedRun
 
 BATCH_FIELDS = ("tokens", "segment_ids", "positions")
@@ -28,38 +30,122 @@ def probe_batch(config: Config) -> dict[str, np.ndarray]:
     return {name: batch[name] for name in BATCH_FIELDS}
 
 
-def _maps(view: SublayerView) -> Maps:
-    return view.connection.maps(view.context)
+class _Tokens:
+    """The tokens of a probe batch that count: those that are not padding."""
+
+    def __init__(self, segment_ids: jax.Array):
+        self.valid = segment_ids > 0  # [B, T]
+        self.count = jnp.maximum(jnp.sum(self.valid), 1)
+
+    def mean(self, values: jax.Array) -> jax.Array:
+        """Mean over tokens: [..., B, T] -> [...]."""
+        return jnp.sum(jnp.where(self.valid, values, 0.0), axis=(-2, -1)) / self.count
+
+    def max(self, values: jax.Array) -> jax.Array:
+        """Largest of non-negative values over tokens: [..., B, T] -> [...]."""
+        return jnp.max(jnp.where(self.valid, values, 0.0), axis=(-2, -1))
+
+    def zero_padding(self, x: jax.Array) -> jax.Array:
+        """x [B, T, ...] in float32 with padding at 0."""
+        shape = (*self.valid.shape, *(1,) * (x.ndim - 2))
+        return jnp.where(self.valid.reshape(shape), x.astype(jnp.float32), 0.0)
+
+
+def _observer(tokens: _Tokens) -> Callable[[SublayerView], dict[str, jax.Array]]:
+    def observe(view: SublayerView) -> dict[str, jax.Array]:
+        maps = view.connection.maps(view.context)
+        streams = tokens.zero_padding(view.topology.streams(view.state))  # [B, T, N, D]
+        n, d = streams.shape[-2:]
+        gram = jnp.einsum("btnd,btmd->nm", streams, streams)
+        out = {
+            "res": maps.res,
+            "maps/pre_mean": tokens.mean(jnp.moveaxis(maps.pre, -1, 0)),
+            "maps/post_mean": tokens.mean(jnp.moveaxis(maps.post, -1, 0)),
+            "stream/rms": jnp.sqrt(jnp.diagonal(gram) / (tokens.count * d)),
+            "stream/effective": participation_ratio(gram),
+            "activation/residual_rms": jnp.sqrt(jnp.trace(gram) / (tokens.count * n * d)),
+            "activation/sublayer_out_rms": jnp.sqrt(tokens.mean(jnp.mean(jnp.square(view.y.astype(jnp.float32)), -1))),
+        }
+        if isinstance(view.sublayer.core, Attention):
+            logit_max, entropy = view.sublayer.core.statistics(view.sublayer.norm(view.u), *view.args)
+            out["activation/attention_logit_max"] = logit_max
+            out["activation/attention_entropy"] = jnp.mean(tokens.mean(jnp.moveaxis(entropy, 1, 0)))
+        else:  # the end of a block
+            hidden = tokens.zero_padding(view.topology.collapse(view.state))
+            out["representation/rank"] = _rank(hidden, tokens)
+            out["representation/mean_cosine"] = _mean_cosine(hidden, tokens)
+        return out
+
+    return observe
+
+
+def participation_ratio(matrix: jax.Array) -> jax.Array:
+    """(tr A)^2 / tr A^2 of a symmetric matrix [n, n]: 1 for rank one, n for a multiple of the identity."""
+    return jnp.square(jnp.trace(matrix)) / jnp.maximum(jnp.sum(jnp.square(matrix)), 1e-30)
+
+
+def _rank(hidden: jax.Array, tokens: _Tokens) -> jax.Array:
+    """Participation ratio of the covariance over tokens of hidden [B, T, D] (padding at 0)."""
+    mean = jnp.sum(hidden, axis=(0, 1)) / tokens.count
+    centred = tokens.zero_padding(hidden - mean)
+    return participation_ratio(jnp.einsum("btd,bte->de", centred, centred))
+
+
+def _mean_cosine(hidden: jax.Array, tokens: _Tokens) -> jax.Array:
+    """Mean cosine between the hidden states of two different tokens."""
+    unit = hidden / jnp.maximum(jnp.linalg.norm(hidden, axis=-1, keepdims=True), 1e-30)
+    # The sum over all pairs is |sum of the unit vectors|^2; what a token has with itself is 1.
+    total = jnp.sum(jnp.square(jnp.sum(unit, axis=(0, 1))))
+    return (total - tokens.count) / jnp.maximum(tokens.count * (tokens.count - 1), 1)
 
 
 def measure(definition: DecoderDefinition, params: Params, batch: dict[str, Any]) -> dict[str, jax.Array]:
-    """Per sublayer, arrays [S] float32: gains (mean and max over the tokens that are not padding) and marginal errors.
+    """What the residual stream does on a batch: float32 arrays over sublayers [S], unless another shape is given.
 
-    Keys: gain/{forward,backward}_{single,composite}_{mean,max} (spec of ``functional.single_gains`` and
-    ``functional.composite_gains``), ds_error/{rows,columns}: largest |marginal - 1| of H_res.
+    - gain/{forward,backward}_{single,composite}_{mean,max}: ``functional.single_gains`` and ``composite_gains``, over
+    tokens;
+      gain/worst_case_{mean,max}: max_i sum_j abs(H[i, j]).
+    - ds_error/{rows,columns}: largest abs(marginal - 1) of H_res.
+    - mix/to_identity_{single,composite}, mix/to_uniform_{single,composite}: Frobenius distance of H_res, and of the
+    product
+      H_k ... H_0, to I and to J/N, over sqrt(N); mix/frozen: share of entries off the diagonal below 1e-6.
+    - maps/pre_mean, maps/post_mean [S, N]; stream/rms [S, N]; stream/effective: participation ratio of the streams'
+    Gram
+      matrix, 1 (all alike) to N (orthogonal and equal).
+    - activation/{residual,sublayer_out}_rms; activation/attention_{logit_max,entropy} [L], entropy in nats.
+    - representation/{rank,mean_cosine} [L]: of the collapsed stream after each block, over tokens.
+
+    Padding tokens count nowhere.
     """
     decoder = definition.bind(params)
-    _, maps = decoder.hidden(batch["tokens"], batch["segment_ids"], batch["positions"], observe=_maps)
-    valid = batch["segment_ids"] > 0  # [B, T]
-    count = jnp.maximum(jnp.sum(valid), 1)
+    tokens = _Tokens(batch["segment_ids"])
+    _, seen = decoder.hidden(batch["tokens"], batch["segment_ids"], batch["positions"], observe=_observer(tokens))
+    res = seen.pop("res")  # [S, B, T, N, N]
     out: dict[str, jax.Array] = {}
 
-    def reduce(name: str, values: jax.Array) -> None:  # values [S, B, T]
-        values = jnp.where(valid, values, 0.0)
-        out[f"{name}_mean"] = jnp.sum(values, axis=(1, 2)) / count
-        out[f"{name}_max"] = jnp.max(values, axis=(1, 2))
+    def over_tokens(name: str, values: jax.Array) -> None:
+        out[f"{name}_mean"], out[f"{name}_max"] = tokens.mean(values), tokens.max(values)
 
-    for extent, gains in (("single", single_gains(maps.res)), ("composite", composite_gains(maps.res))):
-        reduce(f"gain/forward_{extent}", gains.forward)
-        reduce(f"gain/backward_{extent}", gains.backward)
+    for extent, gains in (("single", single_gains(res)), ("composite", composite_gains(res))):
+        over_tokens(f"gain/forward_{extent}", gains.forward)
+        over_tokens(f"gain/backward_{extent}", gains.backward)
+    over_tokens("gain/worst_case", jnp.max(jnp.sum(jnp.abs(res), axis=-1), axis=-1))
     for name, axis in (("rows", -1), ("columns", -2)):
-        error = jnp.max(jnp.abs(jnp.sum(maps.res, axis=axis) - 1.0), axis=-1)
-        out[f"ds_error/{name}"] = jnp.max(jnp.where(valid, error, 0.0), axis=(1, 2))
-    return out
+        out[f"ds_error/{name}"] = tokens.max(jnp.max(jnp.abs(jnp.sum(res, axis=axis) - 1.0), axis=-1))
+
+    n = res.shape[-1]
+    identity = jnp.eye(n)
+    for extent, matrices in (("single", res), ("composite", composite_maps(res))):
+        for name, target in (("identity", identity), ("uniform", jnp.full((n, n), 1.0 / n))):
+            distance = jnp.sqrt(jnp.sum(jnp.square(matrices - target), axis=(-2, -1)) / n)
+            out[f"mix/to_{name}_{extent}"] = tokens.mean(distance)
+    off_diagonal = (jnp.abs(res) < 1e-6) & (identity == 0)
+    out["mix/frozen"] = tokens.mean(jnp.sum(off_diagonal, axis=(-2, -1)) / max(n * (n - 1), 1))
+    return out | seen
 
 
 def compile_probe(definition: DecoderDefinition) -> Any:
-    """``probe(params, batch) -> {name: [S]}``, compiled."""
+    """``probe(params, batch) -> {name: array}``, compiled."""
     return jax.jit(partial(measure, definition))
 
 

@@ -367,3 +367,16 @@ def composite_gains(res: ArrayLike) -> Gains:
 
     ones = jnp.ones(res.shape[1:-1], res.dtype)
     return Gains(jax.lax.scan(forward, ones, res)[1], jax.lax.scan(backward, ones, res, reverse=True)[1])
+
+
+def composite_maps(res: ArrayLike) -> jax.Array:
+    """The products H_k ... H_1 H_0 of every depth k: res [S, ..., N, N] in depth order -> [S, ..., N, N]."""
+    (res,) = _wide(res)
+    _check_square("res", res.shape)
+
+    def multiply(product: jax.Array, h: jax.Array) -> tuple[jax.Array, jax.Array]:
+        product = jnp.einsum("...ij,...jk->...ik", h, product)
+        return product, product
+
+    identity = jnp.broadcast_to(jnp.eye(res.shape[-1], dtype=res.dtype), res.shape[1:])
+    return jax.lax.scan(multiply, identity, res)[1]

@@ -230,7 +230,7 @@ class Run:
                 self._log(*pending)
             pending = (self.step, metrics)
 
-            last = self.step == config.train.steps or self.stop
+            last = self.step == config.train.steps
             validate, probe, save = (
                 self._due(config.validation.every, last),
                 self.probe is not None and self._due(config.monitor.probe_every, last),
