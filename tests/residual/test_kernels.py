@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -23,17 +24,15 @@ def last(maps: jax.Array, axes: int) -> jax.Array:
     return jnp.moveaxis(maps, tuple(range(axes)), tuple(range(-axes, 0)))
 
 
-REFERENCE = {
+REFERENCE: dict[str, Callable[..., jax.Array]] = {
     "project": lambda x, phi: jnp.moveaxis(
         jnp.einsum("...nd,ndr->...r", x, phi) * jax.lax.rsqrt(jnp.mean(x * x, axis=(-2, -1)) + EPS)[..., None], -1, 0
     ),
     "read": lambda x, pre: F.read(x, last(pre, 1)),
     "write": lambda x, y, post, res: F.write(x, y, last(post, 1), last(res, 2)),
-    "add": lambda x, y, post: F.write(
-        x, y, last(post, 1), jnp.broadcast_to(jnp.eye(x.shape[-2]), (1, 1, *res_shape(x)))
-    ),
+    "add": lambda x, y, post: F.write(x, y, last(post, 1), identity(x)),
 }
-KERNEL = {
+KERNEL: dict[str, Callable[..., jax.Array]] = {
     "project": lambda x, phi: kernels.project(x, phi, EPS),
     "read": kernels.read,
     "write": kernels.write,
