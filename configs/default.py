@@ -118,6 +118,20 @@ def get_config() -> ConfigDict:
     monitor.tensorboard = True  # write TensorBoard event files beside metrics.jsonl
     monitor.progress_every = 10  # steps between progress lines; 0: none
 
+    config.guard = guard = ConfigDict()
+    guard.on_spike = "log"  # log | clip (zclip rule) | skip (leave the update out) | rewind | halt
+    guard.on_nonfinite = "halt"  # skip | rewind | halt; whatever it is, the update is left out
+    guard.rewind_steps = 100  # rewind: to the last checkpoint at least so many steps back
+    guard.skip_batches = 200  # rewind: batches left out from there on
+    guard.max_rewinds = 3  # rewinds before the run halts
+    guard.zclip_alpha = 0.97  # clip: decay of the running mean and variance of the gradient norm
+    guard.zclip_threshold = 2.5  # clip: standard deviations that pass unclipped
+    guard.zclip_warmup = 25  # clip: steps that give the first mean and variance
+    guard.forward_gain = 100.0  # alarm: forward composite gain, token mean
+    guard.backward_gain = 100.0  # alarm: backward composite gain, token mean
+    guard.residual_rms = 1e3  # alarm: root mean square of the residual stream
+    guard.attention_logit = 100.0  # alarm: largest attention logit
+
     config.mesh = mesh = ConfigDict()
     mesh.data = -1  # devices along the data axis; -1: those that the other axes leave
     mesh.fsdp = 1  # devices along which parameters are split

@@ -321,6 +321,30 @@ class MonitorConfig(_Group, group="monitor"):
 
 
 @dataclasses.dataclass(frozen=True)
+class GuardConfig(_Group, group="guard"):
+    """What is done about spikes and non-finite values, and what counts as an alarm of the probes."""
+
+    on_spike: str = _field(
+        "log",
+        "log | clip (scale the update by the zclip rule) | skip (leave the update out) | rewind | halt",
+        choices=("log", "clip", "skip", "rewind", "halt"),
+    )
+    on_nonfinite: str = _field(
+        "halt", "skip | rewind | halt; whatever it is, the update is left out", choices=("skip", "rewind", "halt")
+    )
+    rewind_steps: int = _field(100, "rewind: to the last checkpoint at least so many steps back", low=0)
+    skip_batches: int = _field(200, "rewind: batches left out from there on", low=0)
+    max_rewinds: int = _field(3, "rewinds before the run halts", low=0)
+    zclip_alpha: float = _field(0.97, "clip: decay of the running mean and variance", low=0.0, below=1.0)
+    zclip_threshold: float = _field(2.5, "clip: standard deviations that pass unclipped", above=0.0)
+    zclip_warmup: int = _field(25, "clip: steps that give the first mean and variance", low=1)
+    forward_gain: float = _field(100.0, "alarm: forward composite gain, token mean", above=0.0)
+    backward_gain: float = _field(100.0, "alarm: backward composite gain, token mean", above=0.0)
+    residual_rms: float = _field(1e3, "alarm: root mean square of the residual stream", above=0.0)
+    attention_logit: float = _field(100.0, "alarm: largest attention logit", above=0.0)
+
+
+@dataclasses.dataclass(frozen=True)
 class MeshConfig(_Group, group="mesh"):
     """Devices along each axis; the batch is split over data, fsdp and expert."""
 
@@ -357,6 +381,7 @@ class Config:
     validation: ValidationConfig = ValidationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     monitor: MonitorConfig = MonitorConfig()
+    guard: GuardConfig = GuardConfig()
     mesh: MeshConfig = MeshConfig()
     seed: SeedConfig = SeedConfig()
 
@@ -400,7 +425,10 @@ RESUMABLE = (
     "train.steps",
     "validation.every",
     "checkpoint.",
-    "monitor.",
+    "monitor.probe_every",
+    "monitor.probe_sequences",
+    "monitor.tensorboard",
+    "monitor.progress_every",
     "mesh.",
     "data.prefetch",
     "data.cache_dir",

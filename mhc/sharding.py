@@ -38,6 +38,7 @@ RULES: dict[str, str | None] = {
     "maps": None,
     "layers": None,
     "norm": None,
+    "window": None,
 }
 
 # End of a parameter's path -> logical axes, without the leading `layers` of stacked blocks. Optimiser state repeats the
@@ -96,8 +97,8 @@ def logical_axes(path: str, ndim: int) -> tuple[str, ...]:
     Raises:
       ValueError: no rule covers the path, or its rule has another number of axes.
     """
-    if ndim == 0:
-        return ()
+    if ndim == 0 or re.match(r"(^|.*/)guard/", path):
+        return ("window",) * ndim
     axes = _declared_axes(path)
     full = ("layers", *axes) if re.search(r"(^|/)blocks/", path) else axes
     if len(full) != ndim:

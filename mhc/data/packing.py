@@ -76,11 +76,15 @@ class Pieces:
     def __getitem__(self, index: int) -> Piece:
         if self._first is None:
             return Piece(self._documents[index], self._documents.ends(index))
-        document = int(np.searchsorted(self._first, index, side="right")) - 1
+        document = self.document(index)
         part, parts = index - int(self._first[document]), int(self._first[document + 1] - self._first[document])
         content = self._documents[document]
         start, stop = self._cut(content, part, parts), self._cut(content, part + 1, parts)
         return Piece(content[start:stop], part + 1 == parts and self._documents.ends(document))
+
+    def document(self, index: int) -> int:
+        """The document that a piece is of."""
+        return index if self._first is None else int(np.searchsorted(self._first, index, side="right")) - 1
 
     def _cut(self, content: bytes | np.ndarray, part: int, parts: int) -> int:
         place = len(content) * part // parts

@@ -61,6 +61,8 @@ class TrainIterator:
         # grain adds the epoch to the seed: without a hash, seed 1 would begin with the second epoch of seed 0
         order_seed = int(np.random.SeedSequence(seed).generate_state(1)[0])
         pieces = Pieces(source, piece_size(data))
+        places = grain.MapDataset.range(len(pieces)).shuffle(seed=order_seed).repeat()
+        self._name = lambda position: source.name(pieces.document(int(places[position])))
         order = grain.MapDataset.source(pieces).shuffle(seed=order_seed).repeat().map(_Encode(tokenizer))
         # The tokenizers library takes a second for a megabyte, and lets go of the interpreter meanwhile.
         threads = 1 if isinstance(tokenizer, ByteTokenizer) else min(len(rows), os.cpu_count() or 1, _MOST_THREADS)
@@ -88,6 +90,13 @@ class TrainIterator:
             "position": state["position"].tolist(),
             "offset": state["offset"].tolist(),
         }
+
+    def describe(self, state: dict[str, Any]) -> list[dict[str, Any]]:
+        """Where each row of the batch after ``state`` begins: row, document (file and place), offset in its piece."""
+        return [
+            {"row": row, "document": self._name(position), "offset": offset}
+            for row, position, offset in zip(range(*state["rows"]), state["position"], state["offset"], strict=True)
+        ]
 
     def set_state(self, state: dict[str, Any]) -> None:
         """Continues after the batch at which ``state`` was taken, by a process or by `merge_states` of all of them.

@@ -42,6 +42,16 @@ class Checkpoints:
         """The last committed step."""
         return self._manager.latest_step()
 
+    def steps(self) -> list[int]:
+        """Committed steps, ascending."""
+        return sorted(self._manager.all_steps())
+
+    def drop_after(self, step: int) -> None:
+        """Delete the checkpoints of later steps: a rewound run takes them again."""
+        for later in self.steps():
+            if later > step:
+                self._manager.delete(later)
+
     def save(self, step: int, state: TrainState, host: dict[str, Any], config: Config) -> None:
         """Start saving; the state may be donated as soon as this returns."""
         args = ocp.args.Composite(

@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -25,12 +25,12 @@ from mhc.errors import UserError
 from mhc.model.decoder import DecoderDefinition
 from mhc.model.flops import count_parameters, flops_per_token, leaf_sizes
 from mhc.monitor import probes
-from mhc.monitor.detectors import RollingZScore, spike_score
-from mhc.monitor.writers import JsonlWriter, Progress, TensorBoardWriter, Writer, read_jsonl, repair, write_json
+from mhc.monitor.writers import Progress, write_json
 from mhc.sharding import check_batch, make_mesh, put_batch
 from mhc.train.checkpoint import Checkpoints
 from mhc.train.optimizer import GROUPS, group_of
-from mhc.train.step import Trainer, TrainState
+from mhc.train.record import Alarm, Record, batch_hash
+from mhc.train.step import Faults, Trainer, TrainState, sublayer_name
 
 log = logging.getLogger(__name__)
 
@@ -73,7 +73,7 @@ def run(config: Config, workdir: str | Path) -> int:
     """Train to ``train.steps``, from the last committed checkpoint of ``workdir`` if there is one.
 
     Returns:
-      The exit code: 0 when the run ended or was asked to stop (SIGTERM, SIGINT) and saved.
+      The exit code: 0 when the run ended or was asked to stop (SIGTERM, SIGINT) and saved, 3 when the guard halted it.
 
     Raises:
       UserError: the folder holds a run of another config, or the data, mesh or batch cannot be used. Nothing is
@@ -99,11 +99,21 @@ def lock(workdir: Path) -> Iterator[None]:
         yield
 
 
+class Pending(NamedTuple):
+    """A step that the device was given and whose metrics were not read yet."""
+
+    step: int
+    metrics: dict[str, Any]  # on the device
+    batch: dict[str, np.ndarray]  # this process' rows
+    position: dict[str, Any]  # of the data before the batch
+
+
 class Run:
     """A run in its folder. ``execute`` reads from top to bottom: open, loop, close."""
 
-    def __init__(self, config: Config, workdir: Path):
+    def __init__(self, config: Config, workdir: Path, faults: Faults | None = None):
         self.workdir = workdir
+        self.faults = faults
         self.tokenizer: Tokenizer = tokenizers.load(config.data.tokenizer)
         self.config = configs.resolve(config, self.tokenizer.vocab_size)
         self.mesh: Mesh = make_mesh(self.config.mesh)
@@ -134,6 +144,8 @@ class Run:
             self.data.close()
             raise
         self.stop = False
+        self.halted: str | None = None  # why, in a line
+        self.left_out: dict[int, int] = {}  # batches left out after a rewind to a step
 
     def _check_stored(self) -> dict[str, tuple[Any, Any]]:
         stored = self.workdir / "config.json"
@@ -156,79 +168,62 @@ class Run:
             return self._finish(idle=self.step == begun_at)
 
     def _open(self, closing: contextlib.ExitStack) -> None:
-        """Make or restore the state, repair the record to it, and open the writers."""
+        """Make or restore the state, cut the record to it, and open the writers."""
         config, workdir = self.config, self.workdir
         self.progress = Progress(config.train.steps, every=config.monitor.progress_every, label=workdir.name)
         closing.callback(self.progress.close)
         for name, (before, after) in self.changes.items():
             self.progress.note(f"{workdir}: {name} changed from {before!r} to {after!r}")
         write_json(workdir / "config.json", configs.to_dict(config))
-        self.trainer = Trainer(config, self.mesh)
+        self.trainer = Trainer(config, self.mesh, self.faults)
         self.checkpoints = Checkpoints(workdir, config.checkpoint)
         closing.callback(self.checkpoints.close)
-
-        latest = self.checkpoints.latest()
-        self.step, self.tokens, self.seconds_before = 0, 0, 0.0
-        self.val: dict[str, float] = {}
-        if latest is None:
-            self.state: TrainState = self.trainer.init(config.seed.init)
-        else:
-            self.state, host = self.checkpoints.restore(latest, self.trainer.abstract, self.trainer.layout)
-            self.step, self.tokens, self.seconds_before = latest, host["tokens"], host["seconds"]
-            self.data.set_state(host["data"])
-        for name in ("metrics", "probes", "events"):
-            repair(workdir / f"{name}.jsonl", self.step if latest is not None else -1)
-
-        self.metrics, self.probes, self.events = (
-            JsonlWriter(workdir / f"{name}.jsonl") for name in ("metrics", "probes", "events")
-        )
-        self.writers: list[Writer] = [self.metrics, self.progress]
-        if config.monitor.tensorboard:
-            self.writers.append(TensorBoardWriter(workdir / "tensorboard", purge_step=self.step + 1))
-        for writer in (*self.writers, self.probes, self.events):
-            closing.callback(writer.close)
-        self._restore_history(read_jsonl(workdir / "metrics.jsonl"))
         self.flops_per_token = flops_per_token(config)
         self.probe = probes.compile_probe(self.trainer.definition) if self.probe_batch is not None else None
+        self.data_start = self.data.get_state()
+        self.seconds_before = 0.0
+        self.rewinds = 0
+        latest = self.checkpoints.latest()
+        self._restore(latest)
+        self.record = Record(workdir, config, -1 if latest is None else latest, self.progress)
+        closing.callback(lambda: self.record.close())
         self.began = self.last_time = time.perf_counter()
         if latest is not None and self.step < config.train.steps:
-            self._event("resume", changes={name: list(pair) for name, pair in self.changes.items()})
+            self.record.event("resume", self.step, changes={name: list(pair) for name, pair in self.changes.items()})
             self.progress.note(f"{workdir}: resuming after step {self.step}")
 
-    def _restore_history(self, records: list[dict[str, Any]]) -> None:
-        """The detectors' windows and the last validation, as an uninterrupted run would hold them."""
-        monitor = self.config.monitor
-        self.z_loss, self.z_grad = (
-            RollingZScore(
-                (record[name] for record in records),
-                window=monitor.zscore_window,
-                min_history=monitor.zscore_min_history,
-                threshold=monitor.zscore_threshold,
-            )
-            for name in ("loss", "grad_norm")
-        )
-        for record in records:
-            if "val_loss" in record:
-                self.val = {name: record[name] for name in ("val_loss", "val_bits_per_byte")}
+    def _restore(self, step: int | None) -> None:
+        """State, data and counts as of a checkpoint; None: as of the start."""
+        if step is None:
+            self.state: TrainState = self.trainer.init(self.config.seed.init)
+            self.step, self.tokens = 0, 0
+            self.data.set_state(self.data_start)
+            return
+        self.state, host = self.checkpoints.restore(step, self.trainer.abstract, self.trainer.layout)
+        self.step, self.tokens, self.seconds_before = step, host["tokens"], max(self.seconds_before, host["seconds"])
+        self.rewinds = max(self.rewinds, host["rewinds"])
+        self.data.set_state(host["data"])
 
     # ----------------------------------------------------------------------------------------------------------- loop
 
     def _loop(self) -> None:
-        """Take a step; write the metrics of the step before; then what is due: probe, validation, checkpoint.
+        """Take a step; read the metrics of the step before; then what is due: probe, validation, checkpoint.
 
         The device always has the next step queued while the last one's metrics are fetched, and never more than that.
         """
         config = self.config
         if self.step == 0:
             self._probe(None)
-        pending: tuple[int, dict[str, Any]] | None = None
-        while self.step < config.train.steps and not self.stop:
-            batch = put_batch(next(self.data), self.mesh)
-            self.state, metrics = self.trainer.step(self.state, batch)
+        self.last_time = time.perf_counter()
+        pending: Pending | None = None
+        while self.step < config.train.steps and not self.stop and self.halted is None:
+            position = self.data.get_state()
+            batch = next(self.data)
+            self.state, metrics = self.trainer.step(self.state, put_batch(batch, self.mesh))
             self.step += 1
-            if pending is not None:
-                self._log(*pending)
-            pending = (self.step, metrics)
+            before, pending = pending, Pending(self.step, metrics, batch, position)
+            if before is not None and (alarm := self._log(before)):
+                pending = self._act(alarm, before, pending)
 
             last = self.step == config.train.steps
             validate, probe, save = (
@@ -236,58 +231,39 @@ class Run:
                 self.probe is not None and self._due(config.monitor.probe_every, last),
                 self._due(config.checkpoint.every, last),
             )
-            if validate or probe or save:
+            if pending is not None and (validate or probe or save):
                 # The line of this step is written before its checkpoint: a crash after the save loses no line.
-                self._log(*pending, self._validate if validate else None)
-                pending = None
-                if probe:
-                    self._probe(metrics)
-                if save:
+                now, pending = pending, None
+                if alarm := self._log(now, validate=validate, probe=probe):
+                    self._act(alarm, now, None)
+                if save and self.step == now.step and self.halted is None:
                     self._save()
-        if self.stop and self.checkpoints.latest() != self.step:
-            if pending is not None:
-                self._log(*pending)
+        if pending is not None and self.halted is None and (alarm := self._log(pending)):
+            self._act(alarm, pending, None)
+        if self.stop and self.halted is None:
             self._save()
 
     def _due(self, every: int, last: bool) -> bool:
-        return last if every == 0 else last or self.step % every == 0
+        return last or (every > 0 and self.step % every == 0)
 
-    def _log(self, step: int, metrics: dict[str, Any], validate: Any = None) -> None:
-        """Fetch a step's metrics (this waits for it to end) and hand the record to the writers."""
-        values = {name: value for name, value in jax.device_get(metrics).items() if name != "grad/norm"}
+    def _log(self, of: Pending, validate: bool = False, probe: bool = False) -> Alarm | None:
+        """Fetch a step's metrics (this waits for it to end), probe and validate if asked, and write its line.
+
+        The probe comes before the line: a flagged step is judged by what the stream looks like after it.
+        """
+        values = jax.device_get(of.metrics)
         now = time.perf_counter()
         seconds, self.last_time = now - self.last_time, now
-        new_tokens = int(values.pop("target_tokens"))
-        self.tokens += new_tokens
+        self.tokens += int(values["target_tokens"])
+        if probe:
+            self._probe(values)
+        measured = self._validate() if validate else None
+        if probe or validate:
+            self.last_time = time.perf_counter()  # neither is part of the next step's time
         rate = self.config.train.batch_size * self.config.data.sequence_length / seconds
-        loss, grad_norm = float(values["loss"]), float(values["grad_norm"])
-        z_loss, loss_flag = self.z_loss.update(loss)
-        z_grad, grad_flag = self.z_grad.update(grad_norm)
-        record: dict[str, Any] = {
-            "step": step,
-            "loss": loss,
-            "tokens": self.tokens,
-            **{name: float(values[name]) for name in ("grad_norm", "update_norm", "param_norm")},
-            "update_ratio": float(values["update_norm"]) / max(float(values["param_norm"]), 1e-30),
-            **{name: float(values[name]) for name in ("lr", "logit_max", "log_z")},
-            "skipped": int(values["skipped"]),
-            "nonfinite": int(values["nonfinite"]),
-            "seconds": seconds,
-            "tokens_per_second": rate,
-            "mfu": self._mfu(rate),
-            "z_loss": None if math.isnan(z_loss) else z_loss,
-            "z_grad_norm": None if math.isnan(z_grad) else z_grad,
-            "spike": loss_flag or grad_flag,
-        }
-        if record["spike"]:
-            flagged = [name for name, flag in (("loss", loss_flag), ("grad_norm", grad_flag)) if flag]
-            self._event("spike", step=step, flagged=flagged, loss=loss, grad_norm=grad_norm)
-        if validate is not None:
-            self.val = validate()
-            record |= self.val
-            self.last_time = time.perf_counter()  # validation is not part of the next step's time
-        for writer in self.writers:
-            writer.write(record)
+        return self.record.step(
+            of.step, values, tokens=self.tokens, seconds=seconds, mfu=self._mfu(rate), validation=measured
+        )
 
     def _mfu(self, tokens_per_second: float) -> float | None:
         """Model FLOP utilisation: ``flops_per_token`` (it says what counts) over the chips' bfloat16 peak."""
@@ -316,74 +292,149 @@ class Run:
         }
 
     def _probe(self, metrics: dict[str, Any] | None) -> None:
-        if self.probe is None:
-            return
-        values: dict[str, Any] = jax.device_get(self.probe(self.state.params, self.probe_batch))
-        record: dict[str, Any] = {"step": self.step, **{name: np.asarray(value) for name, value in values.items()}}
-        if metrics is not None:
-            record["grad/norm"] = {name: float(value) for name, value in metrics["grad/norm"].items()}
-        self.probes.write(record)
-        for writer in self.writers:
-            if isinstance(writer, TensorBoardWriter):
-                writer.write(record)
-        self.last_time = time.perf_counter()
+        """Measure the state in hand; ``metrics``: of the step that led to it, on the host."""
+        if self.probe is not None:
+            values = jax.device_get(self.probe(self.state.params, self.probe_batch))
+            self.record.probe(self.step, values, metrics)
 
     def _save(self) -> None:
-        host = {"data": self.data.get_state(), "tokens": self.tokens, "seconds": self._seconds()}
+        """A checkpoint of the state in hand, unless this step has one."""
+        if self.checkpoints.latest() == self.step:
+            return
+        host = {
+            "data": self.data.get_state(),
+            "tokens": self.tokens,
+            "seconds": self._seconds(),
+            "rewinds": self.rewinds,
+        }
         self.checkpoints.save(self.step, self.state, host, self.config)
         self.last_time = time.perf_counter()
 
     def _seconds(self) -> float:
         return self.seconds_before + time.perf_counter() - self.began
 
-    def _event(self, event: str, step: int | None = None, **details: Any) -> None:
-        self.events.write({"step": self.step if step is None else step, "event": event, "time": time.time(), **details})
+    # --------------------------------------------------------------------------------------------------------- actions
+
+    def _act(self, alarm: Alarm, of: Pending, following: Pending | None) -> Pending | None:
+        """Write the alarm's event and do what the guard's config says.
+
+        Args:
+          of: the flagged step. following: the step that the device was given after it, if any.
+
+        Returns:
+          The step whose metrics are still to be read.
+        """
+        event = dict(alarm.event)
+        if not alarm.finite:
+            event["tensor"] = self._first_nonfinite(of)
+        event["batch"] = {"hash": batch_hash(of.batch), "documents": self.data.describe(of.position)}
+        self.record.event(**event)
+        if alarm.action == "rewind":
+            if self._rewind(alarm):
+                return None
+            why = f"{alarm.event['cause']} at step {alarm.step}, after {self.rewinds} rewinds"
+        elif alarm.action == "halt":
+            why = f"{alarm.event['cause']} at step {alarm.step}"
+        else:
+            return following
+        if not alarm.finite:
+            # The state was frozen by the flagged step: the one after it did not happen.
+            self.step = alarm.step
+            if following is not None:
+                self.data.set_state(following.position)
+            frozen = jax.device_put(np.zeros((), bool), self.trainer.layout.guard.frozen)
+            self.state = self.state._replace(guard=self.state.guard._replace(frozen=frozen))
+            why += f"; first non-finite: {event['tensor']}"
+        elif following is not None:
+            self._log(following)
+        self.halted = why
+        self._save()
+        self.record.event("halt", self.step, reason=why)
+        return None
+
+    def _rewind(self, alarm: Alarm) -> bool:
+        """Back to the last checkpoint at least ``rewind_steps`` before the alarm, then over ``skip_batches`` batches.
+
+        Where no checkpoint is old enough the run begins anew from its seed. A second rewind to the same step leaves out
+        as many batches more: those after the first ones led to an alarm too. False when the rewinds are used up.
+        """
+        guard = self.config.guard
+        if self.rewinds >= guard.max_rewinds:
+            return False
+        self.checkpoints.wait()
+        old = [step for step in self.checkpoints.steps() if step <= alarm.step - guard.rewind_steps]
+        target = max(old, default=None)
+        self.checkpoints.drop_after(target or 0)
+        self.record.close()
+        self._restore(target)
+        self.rewinds += 1
+        # Events stay: what led to the rewind is part of the record.
+        self.record = Record(self.workdir, self.config, self.step, self.progress, keep_events=True)
+        self.left_out[self.step] = self.left_out.get(self.step, 0) + guard.skip_batches
+        skipped = self.left_out[self.step]
+        for _ in range(skipped):
+            next(self.data)
+        self.record.event(
+            "rewind",
+            alarm.step,
+            cause=alarm.event["cause"],
+            to=self.step,
+            skipped_batches=skipped,
+            rewinds=self.rewinds,
+        )
+        self.progress.note(
+            f"{self.workdir}: {alarm.event['cause']} at step {alarm.step}: back to step {self.step}, "
+            f"{skipped} batches left out"
+        )
+        self.last_time = time.perf_counter()
+        return True
+
+    def _first_nonfinite(self, of: Pending) -> str:
+        """The first non-finite tensor of a step: forward in depth order, then the loss, then gradients from the end.
+
+        The step left the parameters as they were, so its forward pass can be run again.
+        """
+        fine = np.asarray(self.trainer.finite_outputs(self.state.params, put_batch(of.batch, self.mesh), of.step - 1))
+        if not fine.all():
+            return f"output of {sublayer_name(int(np.argmin(fine)))}, forward"
+        values = jax.device_get(of.metrics)
+        if not math.isfinite(values["loss"]):
+            return "loss, forward"
+        bad = np.flatnonzero(~np.isfinite(values["grad"].sublayers))
+        groups = [name for name, norm in values["grad"].groups.items() if not math.isfinite(norm)]
+        if "head" in groups:
+            return "gradient of the head"
+        if bad.size:
+            return f"gradient of {sublayer_name(int(bad[-1]))}"
+        return f"gradient of {', '.join(groups) or 'all parameters together'}"
 
     # ------------------------------------------------------------------------------------------------------------- end
 
     def _finish(self, idle: bool) -> int:
         """Write the summary, once every checkpoint is committed; ``idle``: no step was taken."""
         self.checkpoints.wait()
-        reason = "finished" if self.step >= self.config.train.steps else "stopped"
+        finished = self.step >= self.config.train.steps
+        reason = "halted" if self.halted else "finished" if finished else "stopped"
         summary = self.workdir / "summary.json"
         if reason == "finished" and idle and summary.is_file():
             self.progress.note(f"{self.workdir}: finished at step {self.step} already")
             return 0
         if reason == "stopped":
-            self._event("stopped", reason="signal")
-        write_json(summary, self._summary(reason))
-        if reason == "stopped":
-            self.progress.note(f"{self.workdir}: stopped and saved after step {self.step}; the same command resumes it")
-        return 0
-
-    def _summary(self, reason: str) -> dict[str, Any]:
-        records = read_jsonl(self.workdir / "metrics.jsonl")
-        probed = read_jsonl(self.workdir / "probes.jsonl")
-        losses, norms = ([r[name] for r in records] for name in ("loss", "grad_norm"))
-        validated = [r["val_loss"] for r in records if "val_loss" in r]
-
-        def peak(direction: str) -> float | None:
-            return max((max(r[f"gain/{direction}_composite_mean"]) for r in probed), default=None)
-
-        return {
-            "kind": self.config.residual.kind,
+            self.record.event("stopped", self.step, reason="signal")
+        whole = {
+            **self.record.summary(),
             "steps": self.step,
             "tokens": self.tokens,
-            "final_loss": losses[-1] if losses else None,
-            "best_loss": min((x for x in losses if math.isfinite(x)), default=None),
-            "val_loss": self.val.get("val_loss"),
-            "best_val_loss": min((x for x in validated if math.isfinite(x)), default=None),
-            "bits_per_byte": self.val.get("val_bits_per_byte"),
-            "spike_score_loss": spike_score(np.asarray(losses))[0] if losses else None,
-            "spike_score_grad_norm": spike_score(np.asarray(norms))[0] if norms else None,
-            "peak_forward_gain": peak("forward"),
-            "peak_backward_gain": peak("backward"),
-            "max_grad_norm": max((x for x in norms if math.isfinite(x)), default=None),
-            "tokens_per_second": float(np.median([r["tokens_per_second"] for r in records])) if records else None,
             "seconds": self._seconds(),
             "params": count_parameters(self.trainer.definition)["total"],
             "exit_reason": reason,
         }
+        write_json(summary, whole)
+        if reason == "stopped":
+            self.progress.note(f"{self.workdir}: stopped and saved after step {self.step}; the same command resumes it")
+        if reason == "halted":
+            self.progress.note(f"{self.workdir}: halted: {self.halted}; saved after step {self.step}, see events.jsonl")
+        return 3 if reason == "halted" else 0
 
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:

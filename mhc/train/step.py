@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -11,7 +12,8 @@ import optax
 from jax.sharding import Mesh
 
 from mhc.config import Config
-from mhc.model.decoder import DecoderDefinition, Params
+from mhc.model.decoder import DecoderDefinition, Params, SublayerView
+from mhc.monitor import guard
 from mhc.sharding import batch_sharding, shardings
 from mhc.train.optimizer import GROUPS, group_of, learning_rate, make_optimizer, map_paths
 
@@ -26,6 +28,7 @@ class TrainState(NamedTuple):
     opt_state: Any
     skipped: jax.Array  # updates not applied
     nonfinite: jax.Array  # steps whose loss or gradient was not finite
+    guard: guard.GuardState
 
 
 class LossParts(NamedTuple):
@@ -92,29 +95,62 @@ def loss_and_gradients(
     return parts, grads
 
 
-def group_norms(grads: Params) -> dict[str, jax.Array]:
-    """Gradient norm of each parameter group that the model has."""
-    squares: dict[str, jax.Array] = {}
+class Norms(NamedTuple):
+    """Norms of a tree shaped like the parameters: of each sublayer [S] (F and its maps), and of each parameter
+    group."""
+
+    sublayers: jax.Array
+    groups: dict[str, jax.Array]
+
+
+def norms(tree: Params) -> Norms:
+    """Norms of gradients, updates or parameters, float32."""
+    groups: dict[str, jax.Array] = {}
+    sublayers: dict[str, jax.Array] = {}
 
     def add(path: str, leaf: jax.Array) -> None:
+        square = jnp.square(leaf.astype(jnp.float32))
         name = group_of(path).name
-        squares[name] = squares.get(name, 0.0) + jnp.sum(jnp.square(leaf))
+        groups[name] = groups.get(name, jnp.zeros(())) + jnp.sum(square)
+        if path.startswith("blocks/"):
+            part = "attention" if path.startswith("blocks/attention") else "mlp"
+            each = jnp.sum(square, axis=tuple(range(1, square.ndim)))  # [L]
+            sublayers[part] = sublayers.get(part, jnp.zeros_like(each)) + each
 
-    map_paths(add, grads)
-    return {name: jnp.sqrt(squares[name]) for name in GROUPS if name in squares}
+    map_paths(add, tree)
+    by_depth = jnp.stack([sublayers["attention"], sublayers["mlp"]], axis=1).reshape(-1)
+    return Norms(jnp.sqrt(by_depth), {name: jnp.sqrt(groups[name]) for name in GROUPS if name in groups})
+
+
+def sublayer_name(k: int) -> str:
+    """Sublayer k of the depth order in words."""
+    return f"sublayer {k} ({'feed-forward' if k % 2 else 'attention'} of block {k // 2})"
+
+
+@dataclasses.dataclass(frozen=True)
+class Faults:
+    """Test hook: faults put into the compiled step. Each gets the number of completed steps and returns its second
+    argument,
+    changed or not; None compiles to nothing."""
+
+    params: Callable[[jax.Array, Params], Params] | None = None  # before the forward pass
+    loss: Callable[[jax.Array, jax.Array], jax.Array] | None = None
+    gradients: Callable[[jax.Array, Params], Params] | None = None
 
 
 class Trainer:
     """The compiled functions of a config on a mesh: ``init``, ``step``, ``validate``.
 
-    ``step(state, batch) -> (state, metrics)`` donates the state. Metrics are device scalars: loss, target_tokens
-    (int32), grad_norm before clipping, update_norm, param_norm, lr, logit_max, log_z, skipped, nonfinite, and
-    grad/norm, {group: norm}, unless ``monitor.probe_every`` is 0. A step whose loss or gradient is not finite changes
-    no parameter and no optimiser state; the check is part of the step.
+    ``step(state, batch) -> (state, metrics)`` donates the state. Metrics are device arrays: the scalars loss,
+    target_tokens (int32), grad_norm before clipping, update_norm, param_norm, lr, logit_max, log_z, skipped,
+    nonfinite; ``grad`` (Norms); with ``monitor.probe_every`` also ``update`` and ``param`` (Norms); and what the
+    guard's action adds: z_loss, z_grad_norm and skip, or clip_scale. A step whose loss or gradient is not finite
+    changes no parameter and no optimiser state; the check is part of the step.
     """
 
-    def __init__(self, config: Config, mesh: Mesh):
+    def __init__(self, config: Config, mesh: Mesh, faults: Faults | None = None):
         self.config, self.mesh = config, mesh
+        self.faults = faults or Faults()
         self.definition = DecoderDefinition(config)
         self.optimizer = make_optimizer(config, self.definition.abstract())
         self.abstract = jax.eval_shape(self._init, jax.random.key(0))
@@ -130,6 +166,22 @@ class Trainer:
             self._validate, in_shardings=(self.layout.params, batch)
         )
 
+    def finite_outputs(self, params: Params, batch: Batch, completed: int) -> jax.Array:
+        """[S] bool: whether what each sublayer gave, and the streams after it, are finite."""
+
+        def run(params: Params, batch: Batch) -> jax.Array:
+            if self.faults.params is not None:
+                params = self.faults.params(jnp.asarray(completed), params)
+
+            def observe(view: SublayerView) -> dict[str, jax.Array]:
+                streams = view.topology.streams(view.state)
+                return {"finite": jnp.all(jnp.isfinite(view.y)) & jnp.all(jnp.isfinite(streams))}
+
+            decoder = self.definition.bind(params)
+            return decoder.hidden(batch["tokens"], batch["segment_ids"], batch["positions"], observe)[1]["finite"]
+
+        return jax.jit(run)(params, batch)
+
     def init(self, seed: int) -> TrainState:
         """A fresh state, made in its shards: the same weights on any mesh."""
         return self._jit_init(jax.random.key(seed))
@@ -138,42 +190,67 @@ class Trainer:
         params = self.definition.init(key)
         # One buffer each: the state is donated, and a buffer cannot be donated twice.
         step, skipped, nonfinite = (jnp.zeros((), jnp.int32) for _ in range(3))
-        return TrainState(step, params, self.optimizer.init(params), skipped, nonfinite)
+        return TrainState(step, params, self.optimizer.init(params), skipped, nonfinite, guard.initial(self.config))
 
     def _step(self, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, Any]]:
-        config = self.config
-        parts, grads = loss_and_gradients(self.definition, state.params, batch, config.train.accumulation)
+        config, faults = self.config, self.faults
+        start = state.params if faults.params is None else faults.params(state.step, state.params)
+        parts, grads = loss_and_gradients(self.definition, start, batch, config.train.accumulation)
         loss = parts.nll / jnp.maximum(parts.weight, 1.0)
-        grad_norm = optax.global_norm(grads)
-        finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
-        metrics: dict[str, Any] = {"grad/norm": group_norms(grads)} if config.monitor.probe_every else {}
+        loss = loss if faults.loss is None else faults.loss(state.step, loss)
+        grads = grads if faults.gradients is None else faults.gradients(state.step, grads)
+        grad_norm = optax.tree.norm(grads)
+        metrics: dict[str, Any] = {"grad": norms(grads)}
+        verdict, guard_state = guard.judge(config, state.guard, loss, grad_norm)
 
+        scale = jnp.ones(()) if verdict.scale is None else verdict.scale
         if config.optimizer.clip_norm is not None:
-            scale = jnp.minimum(1.0, config.optimizer.clip_norm / jnp.maximum(grad_norm, 1e-30))
-            grads = jax.tree.map(lambda g: g * scale, grads)
+            scale = scale * jnp.minimum(1.0, config.optimizer.clip_norm / jnp.maximum(scale * grad_norm, 1e-30))
+        grads = jax.tree.map(lambda g: g * scale, grads)
         updates, opt_state = self.optimizer.update(grads, state.opt_state, state.params)
         rate = learning_rate(config, state.step - state.skipped)  # a skipped update leaves the schedule where it was
         updates = jax.tree.map(lambda u: rate * u, updates)
         params = optax.apply_updates(state.params, updates)
 
         def keep(new: Any, old: Any) -> Any:
-            return jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, old)
+            return jax.tree.map(lambda a, b: jnp.where(verdict.apply, a, b), new, old)
 
-        params, opt_state = keep(params, state.params), keep(opt_state, state.opt_state)
-        bad = jnp.where(finite, 0, 1).astype(jnp.int32)
-        following = TrainState(state.step + 1, params, opt_state, state.skipped + bad, state.nonfinite + bad)
+        count = (~verdict.apply).astype(jnp.int32)
+        following = TrainState(
+            step=state.step + 1,
+            params=keep(params, state.params),
+            opt_state=keep(opt_state, state.opt_state),
+            skipped=state.skipped + count,
+            nonfinite=state.nonfinite + (~verdict.finite).astype(jnp.int32),
+            guard=guard_state,
+        )
+        frozen = state.guard.frozen
+        if frozen is not None:
+            # A step before this one is to be acted on: this one did not happen.
+            counters = ("step", "skipped", "nonfinite", "guard")
+            kept = {
+                name: jax.tree.map(lambda a, b: jnp.where(frozen, b, a), getattr(following, name), getattr(state, name))
+                for name in counters
+            }
+            following = following._replace(**kept)
         metrics |= {
             "loss": loss,
             "target_tokens": parts.weight.astype(jnp.int32),
             "grad_norm": grad_norm,
-            "update_norm": jnp.where(finite, optax.global_norm(updates), 0.0),
-            "param_norm": optax.global_norm(params),
+            "update_norm": jnp.where(verdict.apply, optax.tree.norm(updates), 0.0),
+            "param_norm": optax.tree.norm(following.params),
             "lr": rate,
             "logit_max": parts.logit_max,
             "log_z": parts.log_z / jnp.maximum(parts.weight, 1.0),
             "skipped": following.skipped,
             "nonfinite": following.nonfinite,
         }
+        if config.monitor.probe_every:
+            metrics |= {"update": norms(updates), "param": norms(following.params)}
+        if verdict.spike is not None:
+            metrics |= {"z_loss": verdict.z_loss, "z_grad_norm": verdict.z_grad_norm, "skip": ~verdict.apply}
+        if verdict.scale is not None:
+            metrics["clip_scale"] = verdict.scale
         return following, metrics
 
     def _validate(self, params: Params, batch: Batch) -> dict[str, jax.Array]:

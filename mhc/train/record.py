@@ -1,0 +1,225 @@
+"""The written record of a run: metrics.jsonl, probes.jsonl, events.jsonl, TensorBoard, and the alarms read off them."""
+
+from __future__ import annotations
+
+import collections
+import hashlib
+import math
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from mhc.config import Config
+from mhc.monitor import guard
+from mhc.monitor.detectors import RollingZScore, spike_score
+from mhc.monitor.writers import JsonlWriter, Progress, TensorBoardWriter, Writer, read_jsonl, repair
+
+HISTORY = 32  # steps that an event carries
+BEFORE = 8  # a gradient norm flagged so many steps before the loss counts as having come first
+FILES = ("metrics", "probes", "events")
+
+
+class Alarm(NamedTuple):
+    """A step that was flagged, and what the configured action is."""
+
+    step: int
+    finite: bool
+    action: str  # log, clip, skip, rewind or halt
+    event: dict[str, Any]  # what events.jsonl is to say, but for the batch
+
+
+class Record:
+    """The record of a run from ``last_step`` on: later lines are cut, and the detectors stand where they stood
+    there."""
+
+    def __init__(self, workdir: Path, config: Config, last_step: int, progress: Progress, *, keep_events: bool = False):
+        self.workdir, self.config, self.progress = workdir, config, progress
+        for name in FILES[:2] if keep_events else FILES:
+            repair(workdir / f"{name}.jsonl", last_step)
+        self._metrics, self._probes, self._events = (JsonlWriter(workdir / f"{name}.jsonl") for name in FILES)
+        self._tensorboard: list[Writer] = []
+        if config.monitor.tensorboard:
+            self._tensorboard.append(TensorBoardWriter(workdir / "tensorboard", purge_step=max(last_step, 0) + 1))
+        self.validation: dict[str, float] = {}
+        self._restore_history()
+
+    def _restore_history(self) -> None:
+        monitor, records = self.config.monitor, read_jsonl(self.workdir / "metrics.jsonl")
+        self._z_loss, self._z_grad = (
+            RollingZScore(
+                (record[name] for record in records),
+                window=monitor.zscore_window,
+                min_history=monitor.zscore_min_history,
+                threshold=monitor.zscore_threshold,
+            )
+            for name in ("loss", "grad_norm")
+        )
+        self._recent = collections.deque(records, HISTORY)
+        for record in records:
+            if "val_loss" in record:
+                self.validation = {name: record[name] for name in ("val_loss", "val_bits_per_byte")}
+        self._watch = guard.ProbeWatch(self.config.guard)
+        for record in read_jsonl(self.workdir / "probes.jsonl"):
+            self._watch.update(record)
+
+    def close(self) -> None:
+        for writer in (self._metrics, self._probes, self._events, *self._tensorboard):
+            writer.close()
+
+    # ---------------------------------------------------------------------------------------------------------- a step
+
+    def step(
+        self,
+        step: int,
+        values: Mapping[str, Any],
+        *,
+        tokens: int,
+        seconds: float,
+        mfu: float | None,
+        validation: Mapping[str, float] | None,
+    ) -> Alarm | None:
+        """Write a step's line.
+
+        Args:
+          values: the train step's metrics, on the host. tokens: target tokens so far. validation: what was measured
+          after it.
+
+        Returns:
+          An alarm where loss or gradient norm is flagged.
+        """
+        train, threshold = self.config.train, self.config.monitor.zscore_threshold
+        loss, grad_norm = float(values["loss"]), float(values["grad_norm"])
+        z_loss, z_grad = self._z_loss.update(loss)[0], self._z_grad.update(grad_norm)[0]
+        if "z_loss" in values:  # the step decided by its own, in float32
+            z_loss, z_grad = float(values["z_loss"]), float(values["z_grad_norm"])
+        finite = math.isfinite(loss) and math.isfinite(grad_norm)
+        flags = {
+            "loss": z_loss > threshold or not math.isfinite(loss),
+            "grad_norm": z_grad > threshold or not math.isfinite(grad_norm),
+        }
+        record: dict[str, Any] = {
+            "step": step,
+            "loss": loss,
+            "tokens": tokens,
+            **{name: float(values[name]) for name in ("grad_norm", "update_norm", "param_norm")},
+            "update_ratio": float(values["update_norm"]) / max(float(values["param_norm"]), 1e-30),
+            **{name: float(values[name]) for name in ("lr", "logit_max", "log_z")},
+            **{name: int(values[name]) for name in ("skipped", "nonfinite")},
+            "seconds": seconds,
+            "tokens_per_second": train.batch_size * self.config.data.sequence_length / seconds,
+            "mfu": mfu,
+            "z_loss": None if math.isnan(z_loss) else z_loss,
+            "z_grad_norm": None if math.isnan(z_grad) else z_grad,
+            "spike": any(flags.values()),
+            # Five digits are enough for a profile, and a deep model has many sublayers.
+            "grad_norm_by_sublayer": [float(f"{x:.4e}") for x in np.asarray(values["grad"].sublayers, np.float64)],
+        }
+        if "clip_scale" in values:
+            record["clip_scale"] = float(values["clip_scale"])
+        record |= validation or {}
+        self.validation = dict(validation) if validation else self.validation
+        self._recent.append(record)
+        writers: tuple[Writer, ...] = (self._metrics, self.progress, *self._tensorboard)
+        for writer in writers:
+            writer.write(record)
+        return self._alarm(record, flags, finite) if record["spike"] else None
+
+    def _alarm(self, record: Mapping[str, Any], flags: Mapping[str, bool], finite: bool) -> Alarm:
+        before = [r for r in self._recent if record["step"] - BEFORE <= r["step"] < record["step"]]
+        event = {
+            "step": record["step"],
+            "event": "spike" if finite else "nonfinite",
+            "flagged": [name for name, flag in flags.items() if flag],
+            "cause": guard.cause(
+                finite=finite,
+                loss_flag=flags["loss"],
+                grad_flag=flags["grad_norm"],
+                grad_flag_before=any(self._grad_flagged(r) for r in before),
+                active=self._watch.active,
+            ),
+            "monitors": dict(self._watch.active),
+            **{name: record[name] for name in ("loss", "grad_norm", "z_loss", "z_grad_norm")},
+            "history": {
+                name: [r[name] for r in self._recent] for name in ("step", "loss", "grad_norm", "grad_norm_by_sublayer")
+            },
+        }
+        action = self.config.guard.on_spike if finite else self.config.guard.on_nonfinite
+        return Alarm(record["step"], finite, action, event | {"action": action})
+
+    def _grad_flagged(self, record: Mapping[str, Any]) -> bool:
+        z = record["z_grad_norm"]
+        return not math.isfinite(record["grad_norm"]) or (z is not None and z > self.config.monitor.zscore_threshold)
+
+    # --------------------------------------------------------------------------------------------------------- a probe
+
+    def probe(self, step: int, values: Mapping[str, Any], metrics: Mapping[str, Any] | None) -> None:
+        """Write a probe's line, with the norms of the step before it (``metrics``, on the host), and its alarms as
+        events.
+
+        Each monitor that crosses its threshold is an event of its own, so that lead times and false alarms can be
+        counted.
+        """
+        record: dict[str, Any] = {"step": step, **{name: np.asarray(value) for name, value in values.items()}}
+        if metrics is not None:
+            grad, update, param = (metrics[name] for name in ("grad", "update", "param"))
+            record["grad/norm"] = np.asarray(grad.sublayers)
+            record["grad/group_norm"] = {name: float(value) for name, value in grad.groups.items()}
+            record["update/ratio"] = np.asarray(update.sublayers) / np.maximum(np.asarray(param.sublayers), 1e-30)
+            record["update/group_ratio"] = {
+                name: float(value) / max(float(param.groups[name]), 1e-30) for name, value in update.groups.items()
+            }
+        for writer in (self._probes, *self._tensorboard):
+            writer.write(record)
+        for name, what in self._watch.update(record).items():
+            self.event("monitor", step, monitor=name, **what)
+
+    def event(self, event: str, step: int, **details: Any) -> None:
+        """Write an event's line."""
+        self._events.write({"step": step, "event": event, "time": time.time(), **details})
+
+    # ------------------------------------------------------------------------------------------------------ the summary
+
+    def summary(self) -> dict[str, Any]:
+        """What the record says of the run as a whole."""
+        metrics, probes, events = (read_jsonl(self.workdir / f"{name}.jsonl") for name in FILES)
+        losses, norms = ([r[name] for r in metrics] for name in ("loss", "grad_norm"))
+        validated = [r["val_loss"] for r in metrics if "val_loss" in r]
+
+        def peak(direction: str) -> float | None:
+            return max((max(r[f"gain/{direction}_composite_mean"]) for r in probes), default=None)
+
+        def scores(name: str, series: list[float]) -> dict[str, float | None]:
+            return {
+                f"spike_score_{name}": spike_score(np.asarray(series))[0] if series else None,
+                f"spike_score_{name}_last_10k": spike_score(np.asarray(series[-10_000:]))[0] if series else None,
+            }
+
+        return {
+            "kind": self.config.residual.kind,
+            "final_loss": losses[-1] if losses else None,
+            "best_loss": min((x for x in losses if math.isfinite(x)), default=None),
+            "val_loss": self.validation.get("val_loss"),
+            "best_val_loss": min((x for x in validated if math.isfinite(x)), default=None),
+            "bits_per_byte": self.validation.get("val_bits_per_byte"),
+            **scores("loss", losses),
+            **scores("grad_norm", norms),
+            "peak_forward_gain": peak("forward"),
+            "peak_backward_gain": peak("backward"),
+            "max_grad_norm": max((x for x in norms if math.isfinite(x)), default=None),
+            "skipped": metrics[-1]["skipped"] if metrics else 0,
+            "nonfinite": metrics[-1]["nonfinite"] if metrics else 0,
+            "rewinds": sum(e["event"] == "rewind" for e in events),
+            "spikes": sum(e["event"] in ("spike", "nonfinite") for e in events),
+            "tokens_per_second": float(np.median([r["tokens_per_second"] for r in metrics])) if metrics else None,
+        }
+
+
+def batch_hash(batch: Mapping[str, np.ndarray]) -> str:
+    """The first 16 hex digits of the SHA-256 of a batch's tokens and targets: which batch this was."""
+    digest = hashlib.sha256()
+    for name in ("tokens", "targets"):
+        digest.update(np.ascontiguousarray(batch[name]).tobytes())
+    return digest.hexdigest()[:16]
