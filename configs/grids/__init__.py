@@ -1,0 +1,1 @@
+"""Ready grids; docs/grids.md says what each asks."""

@@ -1,0 +1,8 @@
+"""Grids: many runs that differ in stated fields, launched, resumed and collected as one.
+
+A grid file builds its arms with the functions below and gives a ``Grid`` from ``get_grid()``; docs/grids.md shows how.
+"""
+
+from mhc.grid.arms import Arms, Grid, arm, axis, chain, product, seeds, zipped
+
+__all__ = ["Arms", "Grid", "arm", "axis", "chain", "product", "seeds", "zipped"]

@@ -1,0 +1,199 @@
+"""Runs the arms of a grid as processes of this machine, a few at a time."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
+from pathlib import Path
+from types import FrameType
+
+from mhc.grid import folder as folders
+from mhc.grid.devices import Slot
+from mhc.grid.folder import Attempt, Claim
+from mhc.grid.plan import PROJECT
+from mhc.monitor.writers import duration
+
+Command = Callable[[Path, str], Sequence[str]]
+Say = Callable[[str], None]
+
+_POLL = 0.1  # seconds between looks at the processes
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
+
+def train_command(workdir: Path, arm: str) -> list[str]:
+    """The process that trains an arm."""
+    return [sys.executable, "-m", "mhc.grid.child", str(workdir), arm]
+
+
+def environment(workdir: Path) -> dict[str, str]:
+    """Variables for every arm: where this package is found, and where arms share what they compile.
+
+    Arms that differ in their seeds alone run the same programs; an own choice of the user's stays.
+    """
+    path = os.pathsep.join(entry for entry in (str(PROJECT), os.environ.get("PYTHONPATH", "")) if entry)
+    cache = {
+        "JAX_COMPILATION_CACHE_DIR": str((workdir / ".compiled").resolve()),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "1",
+    }
+    return {"PYTHONPATH": path, **{name: value for name, value in cache.items() if name not in os.environ}}
+
+
+class Runner:
+    """Runs arms until each is finished, or has failed, halted or been interrupted once.
+
+    An arm that another process runs is left to it and waited for; if it stops unfinished and without a failure, it is
+    continued here.
+    """
+
+    def __init__(
+        self,
+        workdir: Path,
+        arms: dict[str, int],
+        slots: Sequence[Slot],
+        *,
+        retry: Collection[str] = (),
+        command: Command = train_command,
+        say: Say,
+    ):
+        """Args:
+        workdir: folder of the grid.
+        arms: steps of each arm by name, in the order in which they start.
+        slots: places for arms, one arm each at a time.
+        retry: arms that run although their last attempt failed or was halted.
+        command: the process of an arm in a grid's folder.
+        say: takes a line for the user.
+        """
+        self.workdir, self.arms, self.slots = workdir, arms, slots
+        self.retry, self.command, self.say = set(retry), command, say
+        self.running: dict[int, Attempt] = {}  # by slot
+        self.attempted: set[str] = set()
+        self.waited: set[str] = set()  # arms of others that were told to the user
+        self.asked, self.signal = 0, 0  # signals received, and the last one
+        self.told = 0  # signals passed on
+
+    def run(self) -> int:
+        """Run them. Returns 0 where all are finished, 1 where not, 128 + the signal after one."""
+        with self._signals():
+            while True:
+                self._reap()
+                if self.asked:
+                    self._stop()
+                    if not self.running:
+                        self.say("stopped; the same command continues")
+                        return 128 + self.signal
+                elif not self._fill() and not self.running:
+                    break
+                time.sleep(_POLL)
+        done = sum(folders.state(self.workdir / arm, steps) == "finished" for arm, steps in self.arms.items())
+        return 0 if done == len(self.arms) else 1
+
+    def _fill(self) -> bool:
+        """Start an arm in every free slot. Returns whether an arm is left to run or to wait for."""
+        taken = self._taken_devices()
+        left = False
+        for arm, steps in self.arms.items():
+            if arm in self.attempted or self._done(arm, steps):
+                continue
+            left = True
+            free = [
+                number
+                for number, slot in enumerate(self.slots)
+                if number not in self.running and not taken & set(slot.devices)
+            ]
+            if not free:
+                return True
+            self._start(arm, steps, free[0])
+        return left
+
+    def _done(self, arm: str, steps: int) -> bool:
+        """Whether nothing is left to do for an arm, nor anybody doing it."""
+        return self._ended(arm, steps) and not folders.claimed(self.workdir / arm)
+
+    def _ended(self, arm: str, steps: int) -> bool:
+        state = folders.settled(self.workdir / arm, steps)
+        return state == "finished" or (state in ("failed", "halted") and arm not in self.retry)
+
+    def _start(self, arm: str, steps: int, number: int) -> None:
+        folder, slot = self.workdir / arm, self.slots[number]
+        claim = Claim.take(folder)
+        if claim is None:
+            if arm not in self.waited:
+                note = folders.record(folder)
+                self.say(
+                    f"{arm}: another process runs it ({note.get('host', '?')}, pid {note.get('pid', '?')}); waiting"
+                )
+                self.waited.add(arm)
+            return
+        if self._ended(arm, steps):  # by another runner, since it was looked at
+            claim.release()
+            return
+        before = folders.last_metrics(folder).get("step", 0)
+        self.say(f"{arm}: " + (f"continues from its checkpoint (step {before} logged)" if before else "starts"))
+        attempt = Attempt.start(
+            folder,
+            steps,
+            claim,
+            self.command(self.workdir, arm),
+            environment={**environment(self.workdir), **slot.environment},
+            details={"launcher": "local", "devices": slot.devices},
+        )
+        if slot.cores:
+            # In time: threads inherit it, and the interpreter starts slower than this call.
+            with contextlib.suppress(OSError):
+                os.sched_setaffinity(attempt.process.pid, slot.cores)
+        self.attempted.add(arm)
+        self.running[number] = attempt
+
+    def _taken_devices(self) -> set[str]:
+        """Accelerators of this machine on which arms of this grid run that are not ours: orphans of a killed runner."""
+        ours = {attempt.name for attempt in self.running.values()}
+        taken: set[str] = set()
+        if any(slot.devices for slot in self.slots):
+            for arm in self.arms.keys() - ours:
+                if folders.claimed(self.workdir / arm):
+                    note = folders.record(self.workdir / arm)
+                    taken |= set(note.get("devices", ())) if note.get("host") == socket.gethostname() else set()
+        return taken
+
+    def _reap(self) -> None:
+        for number, attempt in list(self.running.items()):
+            note = attempt.poll()
+            if note is None:
+                continue
+            del self.running[number]
+            words = f"{attempt.name}: {note['state']} after {duration(note['seconds'])}"
+            if note["state"] in ("failed", "halted"):
+                last = note["last_lines"][-1] if note["last_lines"] else "no output"
+                words += f" (exit code {note['exit_code']}): {last}"
+            done = sum(folders.settled(self.workdir / arm, steps) == "finished" for arm, steps in self.arms.items())
+            self.say(f"{words} [{done}/{len(self.arms)} finished]")
+
+    def _stop(self) -> None:
+        """Pass a signal on: after the first arms save and end, a second one interrupts them."""
+        if self.told < self.asked:
+            if self.told == 0 and self.running:
+                names = ", ".join(attempt.name for attempt in self.running.values())
+                self.say(f"stopping: {names} will save and end")
+            self.told += 1
+            for attempt in self.running.values():
+                attempt.stop()
+
+    @contextlib.contextmanager
+    def _signals(self) -> Iterator[None]:
+        def ask(number: int, frame: FrameType | None) -> None:
+            self.asked += 1
+            self.signal = number
+
+        # What was started under nohup goes on when the terminal closes.
+        heard = [number for number in _SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
+        before = {number: signal.signal(number, ask) for number in heard}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)

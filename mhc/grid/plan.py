@@ -1,0 +1,183 @@
+"""The plan of a grid: a grid file read and checked, and its record in the grid's folder.
+
+``grid.json`` holds the base config with what the command line changed in it, and what each arm changes. Arms are run
+from there, so that an edit of a file while a grid runs does not slip into half of its arms.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import fcntl
+import os
+import runpy
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from mhc import cli
+from mhc import config as configs
+from mhc.config import Config
+from mhc.errors import UserError, did_you_mean
+from mhc.grid.arms import Arm, Grid, name_of
+from mhc.grid.folder import begun
+from mhc.monitor.writers import read_json, write_json
+
+PROJECT = Path(__file__).parents[2]
+FILE = "grid.json"
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """A valid grid: every arm gives a valid config, and every name is taken once."""
+
+    name: str
+    """Which grid this is: the grid file without folder and ending, and the text after it."""
+    base_file: str
+    """The config file of the base, absolute, perhaps with ``:text``; GKE jobs read it again."""
+    overrides: Mapping[str, Any]
+    """What the command line changed in the base: {dotted name: value}."""
+    base: Mapping[str, Mapping[str, Any]]
+    """The base with these, as a nested dict."""
+    arms: Mapping[str, Arm]
+    """What each arm changes, by its name."""
+
+    def config(self, arm: str) -> Config:
+        """The Config of an arm. Raises UserError, naming the arm, where its fields do not go together."""
+        try:
+            return _with(self.base, self.arms[arm])
+        except UserError as error:
+            raise UserError(f"arm {arm}: {error}") from None
+
+
+def load(path: str, arguments: Sequence[str], parser: cli.Parser) -> Plan:
+    """The plan of a grid file and the overrides on the command line.
+
+    Args:
+        path: a Python file with ``get_grid() -> Grid``; ``file.py:text`` calls ``get_grid(text)``.
+        arguments: what the parser left over: ``--config.group.field=value``, for every arm.
+        parser: names the options in the complaint about anything else.
+    Raises: UserError for a file that cannot be loaded, two arms of one name, an invalid arm, or an override of a field
+        in which the arms differ.
+    """
+    grid = _run_grid_file(path)
+    file, colon, text = path.partition(":")
+    base_path, base_colon, base_text = grid.base.partition(":")
+    base_file = f"{(Path(file).parent / base_path).resolve()}{base_colon}{base_text}"
+    given = cli.load_config(base_file, (), parser)
+    base = cli.load_config(base_file, arguments, parser)
+    overrides = {name: new for name, (_, new) in configs.diff(given, base).items()}
+    tree = configs.to_dict(base)
+
+    arms: dict[str, Arm] = {}
+    spelled: dict[str, str] = {}
+    for fields in grid.arms:
+        try:
+            config = configs.to_dict(_with(tree, fields))
+        except UserError as error:
+            raise UserError(f"grid file {file}: arm {name_of(fields)}: {error}") from None
+        for field in fields:
+            if any(argument.lstrip("-").partition("=")[0] == f"config.{field}" for argument in arguments):
+                raise UserError(f"--config.{field}: the arms of {file} set this field themselves; change it there")
+        # As the config holds them: an int given for a float field is the same arm.
+        exact = {field: config[field.partition(".")[0]][field.partition(".")[2]] for field in fields}
+        name = name_of(exact)
+        # Folders of some file systems do not tell a from A.
+        if name.lower() in spelled:
+            raise UserError(f"grid file {file}: two arms are named {name}; their fields are the same: {_words(exact)}")
+        spelled[name.lower()] = name
+        arms[name] = exact
+    if not arms:
+        raise UserError(f"grid file {file}: get_grid() gives no arm")
+    return Plan(Path(file).stem + colon + text, base_file, overrides, tree, arms)
+
+
+def _with(base: Mapping[str, Mapping[str, Any]], fields: Arm) -> Config:
+    tree = {group: dict(values) for group, values in base.items()}
+    for field, value in fields.items():
+        configs.describe(field)
+        group, _, leaf = field.partition(".")
+        tree[group][leaf] = value
+    return configs.from_config_dict(tree)
+
+
+def _words(fields: Arm) -> str:
+    return ", ".join(f"{field}={value}" for field, value in fields.items()) or "none"
+
+
+def _run_grid_file(path: str) -> Grid:
+    """What the file's get_grid gives. Raises UserError with file and line for whatever goes wrong in it."""
+    file, colon, text = path.partition(":")
+    if not Path(file).is_file():
+        ready = (PROJECT / "configs" / "grids").glob("*.py")
+        near = {str(entry) for entry in Path(file).parent.glob("*.py")} | {os.path.relpath(entry) for entry in ready}
+        near = {entry for entry in near if Path(entry).stem not in ("__init__", "base")}
+        raise UserError(f"grid file {file}: no such file{did_you_mean(file, sorted(near))}")
+    try:
+        get_grid = runpy.run_path(file).get("get_grid")
+        if get_grid is None:
+            raise UserError("it defines no get_grid()")
+        made = get_grid(text) if colon else get_grid()
+    except SyntaxError as error:
+        raise UserError(f"grid file {error.filename}, line {error.lineno}: {error.msg}") from None
+    except Exception as error:  # the file is the user's, and so is whatever it raises
+        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
+        place = f", line {lines[-1]}" if lines else ""
+        kind = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
+        raise UserError(f"grid file {file}{place}: {kind}{error.args[0] if error.args else error}") from None
+    if not isinstance(made, Grid):
+        raise UserError(f"grid file {file}: get_grid() gives {type(made).__name__}, allowed: mhc.grid.Grid")
+    return made
+
+
+# In the folder --------------------------------------------------------------------------------------------------------
+
+
+def read(workdir: Path) -> Plan:
+    """The plan that a grid's folder holds. Raises UserError where there is none."""
+    if not (workdir / FILE).is_file():
+        raise UserError(f"{workdir}: no grid here (it has no {FILE}); `run` makes one")
+    stored = read_json(workdir / FILE)
+    if stored.keys() != {field.name for field in dataclasses.fields(Plan)}:
+        raise UserError(f"{workdir / FILE}: not the plan of a grid, or one of another version")
+    return Plan(**stored)
+
+
+def store(plan: Plan, workdir: Path) -> Plan:
+    """Put a plan into a grid's folder, made where missing. Arms that the folder has already stay in it.
+
+    Returns:
+        The plan as stored: the new arms and those that only the folder knows.
+
+    Raises:
+        UserError: the folder holds a run or another grid, or an arm has begun and the base is no longer the same.
+    """
+    if (workdir / "config.json").is_file():
+        raise UserError(f"--workdir {workdir}: it holds a run, not a grid; name another folder")
+    workdir.mkdir(parents=True, exist_ok=True)
+    with _locked(workdir):
+        if (workdir / FILE).is_file():
+            old = read(workdir)
+            if any(begun(workdir / arm) for arm in old.arms):
+                _check_same(old, plan, workdir)
+                plan = dataclasses.replace(plan, arms={**plan.arms, **old.arms})
+        write_json(workdir / FILE, dataclasses.asdict(plan))
+    return plan
+
+
+def _check_same(old: Plan, new: Plan, workdir: Path) -> None:
+    if old.name != new.name:
+        raise UserError(f"--workdir {workdir}: it holds the grid {old.name}, given: {new.name}; name another folder")
+    try:
+        configs.check_resume(configs.from_config_dict(old.base), configs.from_config_dict(new.base))
+    except UserError as error:
+        raise UserError(f"--workdir {workdir}: {error}") from None
+
+
+@contextlib.contextmanager
+def _locked(workdir: Path) -> Iterator[None]:
+    """One writer of grid.json at a time; where the file system has no locks, whoever writes last."""
+    with (workdir / ".grid.lock").open("a") as file, contextlib.suppress(OSError):
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
