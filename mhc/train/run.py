@@ -184,6 +184,7 @@ class Run:
         self.seconds_before = 0.0
         self.rewinds = 0
         latest = self.checkpoints.latest()
+        self.fresh = latest is None
         self._restore(latest)
         self.record = Record(workdir, config, -1 if latest is None else latest, self.progress)
         closing.callback(lambda: self.record.close())
@@ -212,7 +213,7 @@ class Run:
         The device always has the next step queued while the last one's metrics are fetched, and never more than that.
         """
         config = self.config
-        if self.step == 0:
+        if self.fresh:  # not: at step 0, where a run may have been stopped after its probe
             self._probe(None)
         self.last_time = time.perf_counter()
         pending: Pending | None = None
