@@ -8,7 +8,7 @@ import logging
 import math
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
@@ -25,9 +25,9 @@ from mhc.errors import UserError
 from mhc.model.decoder import DecoderDefinition
 from mhc.model.flops import count_parameters, flops_per_token, leaf_sizes
 from mhc.monitor import probes
-from mhc.monitor.writers import Progress, write_json
+from mhc.monitor.writers import Progress, read_json, write_json
 from mhc.sharding import check_batch, make_mesh, put_batch
-from mhc.train.checkpoint import Checkpoints
+from mhc.train.checkpoint import Checkpoints, committed_steps
 from mhc.train.optimizer import GROUPS, group_of
 from mhc.train.record import Alarm, Record, batch_hash
 from mhc.train.step import Faults, Trainer, TrainState, sublayer_name
@@ -111,12 +111,23 @@ class Pending(NamedTuple):
 class Run:
     """A run in its folder. ``execute`` reads from top to bottom: open, loop, close."""
 
-    def __init__(self, config: Config, workdir: Path, faults: Faults | None = None):
+    def __init__(
+        self,
+        config: Config,
+        workdir: Path,
+        faults: Faults | None = None,
+        devices: Sequence[jax.Device] | None = None,
+    ):
+        """Open the data and check everything that a user may have got wrong; nothing is written yet.
+
+        Args:
+          faults: test hook. devices: those to use; None: all.
+        """
         self.workdir = workdir
         self.faults = faults
         self.tokenizer: Tokenizer = tokenizers.load(config.data.tokenizer)
         self.config = configs.resolve(config, self.tokenizer.vocab_size)
-        self.mesh: Mesh = make_mesh(self.config.mesh)
+        self.mesh: Mesh = make_mesh(self.config.mesh, None if devices is None else list(devices))
         train = self.config.train
         check_batch(train.batch_size // train.accumulation, self.mesh, "train.batch_size / train.accumulation")
         self.changes = self._check_stored()
@@ -161,17 +172,27 @@ class Run:
             closing.enter_context(self._signals())
             self.workdir.mkdir(parents=True, exist_ok=True)
             closing.enter_context(lock(self.workdir))
+            train, monitor = self.config.train, self.config.monitor
+            self.progress = Progress(train.steps, every=monitor.progress_every, label=self.workdir.name)
+            closing.callback(self.progress.close)
+            if self._finished():
+                self.progress.note(f"{self.workdir}: finished already")
+                return 0
             self._open(closing)
-            begun_at = self.step
-            if self.step < self.config.train.steps:
+            if self.step < train.steps:
                 self._loop()
-            return self._finish(idle=self.step == begun_at)
+            return self._finish()
+
+    def _finished(self) -> bool:
+        """Whether the folder holds the whole run: a checkpoint of the last step, and the summary as of then."""
+        steps, summary = committed_steps(self.workdir), self.workdir / "summary.json"
+        if not steps or steps[-1] < self.config.train.steps or not summary.is_file():
+            return False
+        return read_json(summary)["steps"] == steps[-1]
 
     def _open(self, closing: contextlib.ExitStack) -> None:
         """Make or restore the state, cut the record to it, and open the writers."""
         config, workdir = self.config, self.workdir
-        self.progress = Progress(config.train.steps, every=config.monitor.progress_every, label=workdir.name)
-        closing.callback(self.progress.close)
         for name, (before, after) in self.changes.items():
             self.progress.note(f"{workdir}: {name} changed from {before!r} to {after!r}")
         write_json(workdir / "config.json", configs.to_dict(config))
@@ -411,15 +432,11 @@ class Run:
 
     # ------------------------------------------------------------------------------------------------------------- end
 
-    def _finish(self, idle: bool) -> int:
-        """Write the summary, once every checkpoint is committed; ``idle``: no step was taken."""
+    def _finish(self) -> int:
+        """Write the summary, once every checkpoint is committed."""
         self.checkpoints.wait()
         finished = self.step >= self.config.train.steps
         reason = "halted" if self.halted else "finished" if finished else "stopped"
-        summary = self.workdir / "summary.json"
-        if reason == "finished" and idle and summary.is_file():
-            self.progress.note(f"{self.workdir}: finished at step {self.step} already")
-            return 0
         if reason == "stopped":
             self.record.event("stopped", self.step, reason="signal")
         whole = {
@@ -430,7 +447,7 @@ class Run:
             "params": count_parameters(self.trainer.definition)["total"],
             "exit_reason": reason,
         }
-        write_json(summary, whole)
+        write_json(self.workdir / "summary.json", whole)
         if reason == "stopped":
             self.progress.note(f"{self.workdir}: stopped and saved after step {self.step}; the same command resumes it")
         if reason == "halted":

@@ -1,0 +1,113 @@
+"""A corpus and a config for runs that take a second, and what of two runs must be equal."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from mhc.config import Config, from_config_dict, from_json, resolve
+from mhc.monitor.writers import read_jsonl
+from mhc.sharding import make_mesh
+from mhc.train.checkpoint import Checkpoints
+from mhc.train.step import Trainer
+from tests.small import assert_identical
+
+CLOCK = ("seconds", "tokens_per_second", "mfu")  # of a metrics line: what the clock says
+
+
+def write_corpus(folder: Path) -> str:
+    """Forty short texts; returns the source that reads them."""
+    rng = random.Random(0)
+    folder.mkdir()
+    for number in range(40):
+        words = (rng.choice(["stream", "width", "of", "the", "norm", "is", "—"]) for _ in range(rng.randint(5, 60)))
+        (folder / f"{number:02d}.txt").write_text(" ".join(words), encoding="utf-8")
+    return f"text:{folder}/*.txt"
+
+
+def tiny(corpus: str, kind: str = "mhc", **groups: dict[str, Any]) -> dict[str, Any]:
+    """Fields of a run of 12 steps, as a nested dict: checkpoints every 4, validation every 6, probes every 3."""
+    base: dict[str, dict[str, Any]] = {
+        "model": {"layers": 2, "width": 8},
+        "attention": {"heads": 2, "impl": "xla"},
+        "mlp": {"width": 16},
+        "residual": {"kind": kind},
+        "data": {
+            "source": corpus,
+            "sequence_length": 16,
+            "cache_dir": str(Path(corpus.removeprefix("text:")).parent.parent / "cache"),
+            "holdout": 0.2,
+        },
+        "optimizer": {"lr": 1e-2},
+        "schedule": {"kind": "constant"},
+        "train": {"steps": 12, "batch_size": 8},
+        "validation": {"every": 6, "batches": 2},
+        "checkpoint": {"every": 4},
+        "monitor": {"probe_every": 3, "probe_sequences": 2, "tensorboard": False, "progress_every": 0},
+    }
+    for group, fields in groups.items():
+        base[group] = {**base.get(group, {}), **fields}
+    return base
+
+
+def config(corpus: str, kind: str = "mhc", **groups: dict[str, Any]) -> Config:
+    """The config of ``tiny``."""
+    return from_config_dict(tiny(corpus, kind, **groups))
+
+
+def lines(run: Path, name: str, leave_out: tuple[str, ...] = CLOCK) -> list[dict[str, Any]]:
+    """The records of metrics, probes or events without what differs from run to run."""
+    return [
+        {key: value for key, value in record.items() if key not in leave_out}
+        for record in read_jsonl(run / f"{name}.jsonl")
+    ]
+
+
+def final_state(run: Path) -> tuple[int, Any, dict[str, Any]]:
+    """(step, train state, the host's side without times) of the last committed checkpoint."""
+    stored = from_json((run / "config.json").read_text())
+    trainer = Trainer(stored, make_mesh(stored.mesh, jax.devices()[:1]))
+    checkpoints = Checkpoints(run, stored.checkpoint)
+    try:
+        step = checkpoints.latest()
+        assert step is not None
+        state, host = checkpoints.restore(step, trainer.abstract, trainer.layout)
+    finally:
+        checkpoints.close()
+    return step, state, {name: value for name, value in host.items() if name != "seconds"}
+
+
+def assert_equal_runs(run: Path, reference: Path) -> None:
+    """Metrics but for times, probes, the last state and the position in the data are the same, bit for bit."""
+    metrics = lines(run, "metrics")
+    assert [record["step"] for record in metrics] == list(range(1, len(metrics) + 1))
+    assert metrics == lines(reference, "metrics")
+    assert lines(run, "probes") == lines(reference, "probes")
+    (step, state, host), (expected_step, expected_state, expected_host) = final_state(run), final_state(reference)
+    assert (step, host) == (expected_step, expected_host)
+    assert_identical(state, expected_state)
+    summaries = [json.loads((folder / "summary.json").read_text()) for folder in (run, reference)]
+    for summary in summaries:
+        for name in ("seconds", "tokens_per_second"):
+            assert summary.pop(name) > 0
+    assert summaries[0] == summaries[1]
+
+
+def snapshot(run: Path) -> dict[str, tuple[int, bytes]]:
+    """{file: (time of its last change, content)} of a folder."""
+    return {
+        str(path.relative_to(run)): (path.stat().st_mtime_ns, path.read_bytes())
+        for path in sorted(run.rglob("*"))
+        if path.is_file()
+    }
+
+
+def resolved(made: Config) -> Config:
+    """With what the byte tokeniser decides."""
+    from mhc.data.tokenizers import load
+
+    return resolve(made, load("bytes").vocab_size)
