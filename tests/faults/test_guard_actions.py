@@ -258,7 +258,9 @@ def test_a_stream_that_explodes_is_a_signal_explosion(tmp_path, corpus):
 
 @pytest.mark.slow
 def test_a_representation_in_one_direction_is_a_collapse(tmp_path, corpus):
-    made = opened(config(corpus, "plain", guard={"residual_rms": 1e6, "attention_logit": 1e6}), tmp_path)
+    cfg = config(corpus, "plain", guard={"residual_rms": 1e6, "attention_logit": 1e6})
+    cfg = dataclasses.replace(cfg, monitor=dataclasses.replace(cfg.monitor, zscore_threshold=4.0))
+    made = opened(cfg, tmp_path)
     original = made._log
 
     def log(of: Any, **due: Any) -> Any:

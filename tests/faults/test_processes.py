@@ -1,0 +1,108 @@
+"""Runs as processes on eight devices: killed at random steps, stopped by SIGTERM, continued by the same command."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mhc.config import from_config_dict
+from mhc.monitor.writers import read_json, read_jsonl
+from mhc.train import run as runs
+from mhc.train.checkpoint import committed_steps
+from tests.small_runs import assert_equal_runs, tiny, write_corpus
+
+ROOT = Path(__file__).parents[2]
+STEPS = 60
+START = 240.0  # seconds that a process may take to its first step on a busy machine
+
+
+@pytest.fixture(scope="module")
+def fields(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Of a run of 60 steps, checkpoints every 7, on eight devices."""
+    corpus = write_corpus(tmp_path_factory.mktemp("corpus") / "texts")
+    return tiny(
+        corpus,
+        "plain",
+        train={"steps": STEPS},
+        validation={"every": 20, "batches": 1},
+        checkpoint={"every": 7},
+        monitor={"probe_every": 10},
+    )
+
+
+@pytest.fixture(scope="module")
+def reference(fields: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The undisturbed run, in this process."""
+    folder = tmp_path_factory.mktemp("reference") / "run"
+    assert runs.run(from_config_dict(fields), folder) == 0
+    return folder
+
+
+def start(fields: dict[str, Any], folder: Path) -> subprocess.Popen[str]:
+    """train.py on a config file of these fields."""
+    file = folder.parent / "config.py"
+    file.write_text(
+        "import json\nfrom ml_collections import ConfigDict\n\n\n"
+        f"def get_config():\n    return ConfigDict(json.loads({json.dumps(fields)!r}))\n"
+    )
+    return subprocess.Popen(
+        [sys.executable, "train.py", "--config", str(file), "--workdir", str(folder)],
+        cwd=ROOT,
+        text=True,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+
+
+def written(folder: Path) -> int:
+    """The last step whose line is whole."""
+    file = folder / "metrics.jsonl"
+    records = read_jsonl(file) if file.is_file() else []
+    return records[-1]["step"] if records else 0
+
+
+def strike(process: subprocess.Popen[str], folder: Path, step: int, number: signal.Signals) -> tuple[int, str]:
+    """Send the signal once the line of `step` is written; returns the exit code and what stood on stderr."""
+    end = time.monotonic() + START
+    while written(folder) < step and process.poll() is None and time.monotonic() < end:
+        time.sleep(0.002)
+    process.send_signal(number)
+    _, said = process.communicate(timeout=START)
+    return process.returncode, said
+
+
+def test_a_run_killed_three_times_equals_the_undisturbed_one(fields, reference, tmp_path):
+    """kill -9 at a random step of the first, second and third part; in the end no step is twice and none is missing."""
+    folder, steps = tmp_path / "run", random.Random(time.time_ns())
+    for third in range(3):
+        at = steps.randint(third * 18 + 2, third * 18 + 16)
+        code, said = strike(start(fields, folder), folder, at, signal.SIGKILL)
+        assert code == -signal.SIGKILL, f"to be killed at {at}: exit {code}: {said}"
+        assert written(folder) < STEPS
+    process = start(fields, folder)
+    _, said = process.communicate(timeout=START)
+    assert process.returncode == 0, said
+    assert "Traceback" not in said
+    assert_equal_runs(folder, reference, devices=8)
+
+
+def test_sigterm_saves_and_exits_with_0(fields, reference, tmp_path):
+    folder = tmp_path / "run"
+    code, said = strike(start(fields, folder), folder, 10, signal.SIGTERM)
+    assert code == 0 and "stopped and saved after step" in said and "Traceback" not in said
+    stopped = committed_steps(folder)[-1]
+    assert 10 <= stopped < STEPS and written(folder) == stopped
+    assert [(e["event"], e["step"]) for e in read_jsonl(folder / "events.jsonl")] == [("stopped", stopped)]
+    assert read_json(folder / "summary.json")["exit_reason"] == "stopped"
+    assert runs.run(from_config_dict(fields), folder) == 0
+    assert_equal_runs(folder, reference, devices=8)
