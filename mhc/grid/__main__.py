@@ -70,8 +70,8 @@ def run(arguments: Sequence[str]) -> int:
     for name in ("tokens_per_second", "chip", "mfu"):
         if getattr(options, name) is not None and not options.dry_run:
             raise UserError(f"--{name}: allowed: only with --dry_run")
-    if options.workdir is None and not options.dry_run:
-        raise UserError("--workdir is required: the folder of the grid, e.g. --workdir runs/topologies")
+    if not options.dry_run:
+        _workdir(options)
     planned = plan.load(options.file, overrides, parser)
     pod = _pod(options)
     if options.dry_run:
@@ -93,11 +93,11 @@ def retry(arguments: Sequence[str]) -> int:
         description="Run the failed arms of a grid again, or the named ones, failed or halted, from their checkpoints.",
     )
     parser.add_argument("arm", nargs="*", help="names of arms; none: all failed ones")
-    parser.add_argument("--workdir", metavar="DIR", required=True, help="folder of the grid")
+    parser.add_argument("--workdir", metavar="DIR", help="folder of the grid")
     _launcher_options(parser)
     options = parser.parse_args(arguments)
     _check_launcher(options)
-    workdir = Path(options.workdir)
+    workdir = _workdir(options)
     stored = plan.read(workdir)
     for arm in options.arm:
         if arm not in stored.arms:
@@ -117,8 +117,8 @@ def retry(arguments: Sequence[str]) -> int:
 def status(arguments: Sequence[str]) -> int:
     """``status``: one line an arm."""
     parser = cli.Parser(prog="python -m mhc.grid status", description="Tell where each arm of a grid stands.")
-    parser.add_argument("--workdir", metavar="DIR", required=True, help="folder of the grid")
-    workdir = Path(parser.parse_args(arguments).workdir)
+    parser.add_argument("--workdir", metavar="DIR", help="folder of the grid")
+    workdir = _workdir(parser.parse_args(arguments))
     lines, states = tables.status(plan.read(workdir), workdir)
     for line in lines:
         say(line)
@@ -132,10 +132,10 @@ def collect(arguments: Sequence[str]) -> int:
         prog="python -m mhc.grid collect",
         description="Write a table with one row an arm: what it varies, what its summary says, and its state.",
     )
-    parser.add_argument("--workdir", metavar="DIR", required=True, help="folder of the grid")
+    parser.add_argument("--workdir", metavar="DIR", help="folder of the grid")
     parser.add_argument("--out", metavar="FILE", type=Path, help="the table (default: results.csv in the workdir)")
     options = parser.parse_args(arguments)
-    workdir = Path(options.workdir)
+    workdir = _workdir(options)
     stored = plan.read(workdir)
     out = options.out or workdir / "results.csv"
     cli.check_writable(str(out.parent))
@@ -163,6 +163,12 @@ def _launcher_options(parser: cli.Parser) -> None:
     group.add_argument("--gke_topology", metavar="AxBxC", help="of the TPU slice of one host, such as 2x2x1")
     group.add_argument("--gke_chips", metavar="N", type=_positive, help="accelerators of an arm (default: 1)")
     group.add_argument("--gke_restarts", metavar="N", type=_positive, help="starts again, at most (default: 10)")
+
+
+def _workdir(options: argparse.Namespace) -> Path:
+    if options.workdir is None:
+        raise UserError("--workdir is required: the folder of the grid, e.g. --workdir runs/topologies")
+    return Path(options.workdir)
 
 
 def _positive(text: str) -> int:

@@ -56,6 +56,12 @@ class Claim:
         """The descriptor whose inheritance keeps the claim."""
         return self._file.fileno()
 
+    def __enter__(self) -> Claim:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.release()
+
     def release(self) -> None:
         """Give the claim up, whoever inherited it."""
         with contextlib.suppress(OSError):
@@ -213,9 +219,8 @@ class Attempt:
         """The record, as soon as the process has ended; also for a signal handler that interrupts ``poll``."""
         # Popen.wait would wait for a lock that the interrupted poll may hold.
         with contextlib.suppress(ChildProcessError):
-            info = os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOWAIT)
-            if info is not None:
-                return self._end(info.si_status if info.si_code == os.CLD_EXITED else -info.si_status)
+            _, status = os.waitpid(self.process.pid, 0)
+            self.process.returncode = os.waitstatus_to_exitcode(status)
         return self._end(self.process.returncode or 0)
 
     def _end(self, code: int) -> dict[str, Any]:

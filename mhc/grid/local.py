@@ -151,13 +151,13 @@ class Runner:
 
     def _taken_devices(self) -> set[str]:
         """Accelerators of this machine on which arms of this grid run that are not ours: orphans of a killed runner."""
-        ours = {attempt.name for attempt in self.running.values()}
         taken: set[str] = set()
         if any(slot.devices for slot in self.slots):
-            for arm in self.arms.keys() - ours:
-                if folders.claimed(self.workdir / arm):
-                    note = folders.record(self.workdir / arm)
-                    taken |= set(note.get("devices", ())) if note.get("host") == socket.gethostname() else set()
+            ours = {attempt.folder for attempt in self.running.values()}
+            for folder in {path.parent for path in self.workdir.glob(f"*/{folders.RECORD}")} - ours:
+                note = folders.record(folder)
+                if note.get("host") == socket.gethostname() and folders.claimed(folder):
+                    taken |= set(note.get("devices", ()))
         return taken
 
     def _reap(self) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import fcntl
+import functools
 import os
 import runpy
 import traceback
@@ -45,10 +46,16 @@ class Plan:
 
     def config(self, arm: str) -> Config:
         """The Config of an arm. Raises UserError, naming the arm, where its fields do not go together."""
-        try:
-            return _with(self.base, self.arms[arm])
-        except UserError as error:
-            raise UserError(f"arm {arm}: {error}") from None
+        if arm not in self._made:
+            try:
+                self._made[arm] = _with(self.base, self.arms[arm])
+            except UserError as error:
+                raise UserError(f"arm {arm}: {error}") from None
+        return self._made[arm]
+
+    @functools.cached_property
+    def _made(self) -> dict[str, Config]:
+        return {}
 
 
 def load(path: str, arguments: Sequence[str], parser: cli.Parser) -> Plan:

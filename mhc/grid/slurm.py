@@ -5,7 +5,6 @@ The grid's folder has to lie on a file system that the nodes share.
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import os
 import subprocess
@@ -122,7 +121,7 @@ def submit(
         claim = Claim.take(folder)
         if claim is None:
             continue
-        with contextlib.closing(_Released(claim)):
+        with claim:
             state = folders.settled(folder, steps)
             if state == "finished" or (state in ("failed", "halted") and arm not in retry) or _job(folder) in waiting:
                 continue
@@ -141,13 +140,6 @@ def _submitit() -> Any:
         return importlib.import_module("submitit")
     except ImportError:
         raise UserError("--launcher slurm needs submitit: install this project with its extra [slurm]") from None
-
-
-class _Released:
-    """A claim, closed like a file."""
-
-    def __init__(self, claim: Claim):
-        self.close = claim.release
 
 
 def _job(folder: Path) -> str | None:

@@ -1,0 +1,194 @@
+"""A grid file as its user mistypes it, and the plan in a folder: what may be added, what is refused."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from mhc import cli
+from mhc.errors import UserError
+from mhc.grid import plan
+from mhc.grid.__main__ import main
+
+BASE = """from ml_collections import ConfigDict
+def get_config(width='16'):
+    return ConfigDict({'model': {'layers': 2, 'width': int(width)}, 'attention': {'heads': 2}, 'train': {'steps': 10}})
+"""
+HEAD = "from mhc.grid import *\n"
+Write = Callable[..., str]
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Write:
+    """Writes a grid file with these arms, beside its base; gives its path."""
+    (tmp_path / "base.py").write_text(BASE)
+
+    def grid(arms: str, name: str = "grid", base: str = "base.py") -> str:
+        file = tmp_path / f"{name}.py"
+        file.write_text(f"{HEAD}def get_grid(text='{base}'):\n    return Grid(text, {arms})\n")
+        return str(file)
+
+    return grid
+
+
+def load(path: str, *overrides: str) -> plan.Plan:
+    """The plan of a file."""
+    return plan.load(path, overrides, cli.Parser())
+
+
+KINDS = "product(seeds(0), axis('residual.kind', 'plain', 'hc'))"
+
+
+def test_arms_change_the_base_and_overrides_every_arm(write: Write) -> None:
+    planned = load(write(KINDS), "--config.model.layers=3", "--config.optimizer.lr", "0.5")
+    assert list(planned.arms) == ["plain,seed=0", "hc,seed=0"]
+    for arm, kind in zip(planned.arms, ("plain", "hc"), strict=True):
+        config = planned.config(arm)
+        assert (config.residual.kind, config.model.layers, config.optimizer.lr) == (kind, 3, 0.5)
+        assert (config.model.width, config.train.steps) == (16, 10)
+    assert planned.overrides == {"model.layers": 3, "optimizer.lr": 0.5}
+
+
+def test_a_text_after_the_file_goes_to_get_grid(write: Write) -> None:
+    planned = load(write(KINDS) + ":base.py:32")
+    assert planned.config("hc,seed=0").model.width == 32
+    assert planned.name == "grid:base.py:32"
+
+
+def test_a_name_does_not_depend_on_other_arms(write: Write) -> None:
+    few = load(write("axis('optimizer.lr', 0.1)"))
+    many = load(
+        write("chain(product(axis('model.layers', 3, 4), axis('residual.kind', 'hc')), axis('optimizer.lr', 0.2, 0.1))")
+    )
+    assert set(few.arms) < set(many.arms)
+
+
+def test_a_value_is_named_as_the_config_holds_it(write: Write) -> None:
+    assert list(load(write("axis('optimizer.lr', 1)")).arms) == list(load(write("axis('optimizer.lr', 1.0)")).arms)
+
+
+@pytest.mark.parametrize(
+    ("arms", "overrides", "said"),
+    [
+        ("axis('residual.kidn', 'hc')", (), "grid.py, line 3: residual.kidn: unknown field (did you mean residual."),
+        ("axis('residual.kind', 'mhcc')", (), "arm mhcc: residual.kind: given 'mhcc'"),
+        ("product(axis('residual.kind', 'plain'), axis('residual.n', 2))", (), "arm plain,n=2: residual.n: given 2"),
+        ("({'modle.width': 8},)", (), "unknown group modle (did you mean model?)"),
+        ("axis('optimizer.lr', 1, 1.0)", (), "two arms are named lr=1; their fields are the same: optimizer.lr=1.0"),
+        ("()", (), "gives no arm"),
+        ("1 / 0", (), "grid.py, line 3: ZeroDivisionError: division by zero"),
+        (KINDS, ("--config.residual.kind=mhc",), "--config.residual.kind: the arms of"),
+        (KINDS, ("--config.residual.sinkhorn=deepseek",), "arm plain,seed=0: residual.sinkhorn"),
+        (KINDS, ("--config.modle.layers=2",), "unknown group modle (did you mean model?)"),
+        (KINDS, ("runs/a",), "unknown argument runs/a"),
+    ],
+)  # fmt: skip
+def test_a_mistake_is_one_line(
+    write: Write, arms: str, overrides: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    with pytest.raises(SystemExit) as left:
+        cli.run_main(main, ["run", write(arms), *overrides, "--workdir", str(tmp_path / "out")])
+    out, error = capsys.readouterr()
+    assert left.value.code == 2
+    assert error.count("\n") == 1
+    assert said in error
+    assert not out and not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["rnu"], "unknown command rnu (did you mean run?)"),
+        (["run"], "file"),
+        (["run", "configs/grids/topologeis.py", "--dry_run"], "(did you mean configs/grids/topologies.py?)"),
+        (["run", "GRID"], "--workdir is required"),
+        (["run", "GRID", "--workdir", "GRID/a"], "is a file"),
+        (["run", "GRID", "--workdir", "w", "--launcher", "slrum"], "one of local, slurm, gke (did you mean slurm?)"),
+        (["run", "GRID", "--workdir", "w", "--jobs", "0"], "--jobs: given '0', allowed: an int >= 1"),
+        (["run", "GRID", "--workdir", "w", "--launcher", "slurm", "--jobs", "2"], "--jobs: allowed: only with"),
+        (["run", "GRID", "--workdir", "w", "--slurm_gpus", "2"], "--slurm_gpus: allowed: only with --launcher slurm"),
+        (["run", "GRID", "--workdir", "w", "--mfu", "0.5"], "--mfu: allowed: only with --dry_run"),
+        (["run", "GRID", "--workdir", "w", "--launcher", "gke"], "--gke_image is required"),
+        (["run", "GRID", "--dry_run", "--chip", "H100"], "(did you mean NVIDIA H100?)"),
+        (["run", "GRID", "--dry_run", "--mfu", "0"], "--mfu: given 0.0, allowed"),
+        (["status"], "--workdir"),
+        (["status", "--workdir", "nowhere"], "nowhere: no grid here"),
+        (["collect", "--workdir", "nowhere"], "nowhere: no grid here"),
+        (["retry", "--workdir", "nowhere"], "nowhere: no grid here"),
+        (["status", "--workdri", "w"], "did you mean --workdir?"),
+    ],
+)  # fmt: skip
+def test_a_mistyped_command_is_one_line(
+    write: Write, arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    grid = write(KINDS)
+    with pytest.raises(SystemExit) as left:
+        cli.run_main(main, [argument.replace("GRID", grid) for argument in arguments])
+    error = capsys.readouterr().err
+    assert (left.value.code, error.count("\n")) == (2, 1)
+    assert said in error
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("def get_grid(:\n", "mine.py, line 1: invalid syntax"),
+        ("x = 1\n", "it defines no get_grid()"),
+        ("def get_grid():\n    return {}\n", "get_grid() gives dict, allowed: mhc.grid.Grid"),
+        (f"{HEAD}def get_grid():\n    return Grid('bsae.py', arm({{}}))\n", "bsae.py: no such file (did you mean"),
+    ],
+)
+def test_a_grid_file_that_does_not_load_is_told(write: Write, tmp_path: Path, text: str, said: str) -> None:
+    write(KINDS)
+    (tmp_path / "mine.py").write_text(text)
+    with pytest.raises(UserError, match=re.escape(said)):
+        load(str(tmp_path / "mine.py"))
+
+
+# The folder -----------------------------------------------------------------------------------------------------------
+
+
+def begin(workdir: Path, arm: str) -> None:
+    """As if the arm had started."""
+    (workdir / arm).mkdir()
+    (workdir / arm / "config.json").write_text("{}")
+
+
+def test_a_stored_plan_gives_the_same_configs(write: Write, tmp_path: Path) -> None:
+    planned = load(write("axis('schedule.step_ratios', (0.5, 0.25), (0.5, 0.1))"), "--config.schedule.kind=step")
+    plan.store(planned, tmp_path / "w")
+    again = plan.read(tmp_path / "w")
+    assert [again.config(arm) for arm in again.arms] == [planned.config(arm) for arm in planned.arms]
+
+
+def test_added_arms_keep_the_old_ones(write: Write, tmp_path: Path) -> None:
+    first = plan.store(load(write("axis('optimizer.lr', 0.1, 0.2)")), tmp_path / "w")
+    begin(tmp_path / "w", "lr=0.1")
+    second = plan.store(load(write("axis('optimizer.lr', 0.3, 0.1)")), tmp_path / "w")
+    assert set(second.arms) == {*first.arms, "lr=0.3"}
+    assert plan.read(tmp_path / "w").arms == second.arms
+
+
+def test_a_base_that_changed_under_a_begun_arm_is_refused_by_name(write: Write, tmp_path: Path) -> None:
+    workdir, grid = tmp_path / "w", write("axis('optimizer.lr', 0.1, 0.2)")
+    plan.store(load(grid), workdir)
+    plan.store(load(grid, "--config.model.width=32"), workdir)  # nothing has begun
+    begin(workdir, "lr=0.1")
+    plan.store(load(grid, "--config.model.width=32", "--config.train.steps=20"), workdir)  # may change on resume
+    before = (workdir / plan.FILE).read_bytes()
+    with pytest.raises(UserError, match=re.escape("model.width: stored 32, given 16")):
+        plan.store(load(grid), workdir)
+    assert (workdir / plan.FILE).read_bytes() == before
+
+
+def test_a_folder_of_something_else_is_refused(write: Write, tmp_path: Path) -> None:
+    workdir = tmp_path / "w"
+    plan.store(load(write(KINDS)), workdir)
+    begin(workdir, "hc,seed=0")
+    with pytest.raises(UserError, match="it holds the grid grid, given: other; name another folder"):
+        plan.store(load(write(KINDS, name="other")), workdir)
+    with pytest.raises(UserError, match="it holds a run, not a grid"):
+        plan.store(load(write(KINDS)), workdir / "hc,seed=0")

@@ -1,0 +1,80 @@
+"""The grids of configs/grids: valid in both sizes, paired by seed, each with the arms that it is there for."""
+
+from __future__ import annotations
+
+import functools
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+
+from mhc import cli, kinds
+from mhc.errors import UserError
+from mhc.grid import plan
+from mhc.grid.plan import Plan
+
+FOLDER = Path(__file__).parents[2] / "configs" / "grids"
+GRIDS = sorted(file.stem for file in FOLDER.glob("*.py") if file.stem not in ("__init__", "base"))
+
+
+@functools.cache
+def load(grid: str, size: str = "laptop") -> Plan:
+    """The plan of a ready grid."""
+    return plan.load(f"{FOLDER / grid}.py:{size}", (), cli.Parser())
+
+
+def values(planned: Plan, field: str) -> set[object]:
+    """What a field is in the arms."""
+    group, _, leaf = field.partition(".")
+    return {getattr(getattr(planned.config(arm), group), leaf) for arm in planned.arms}
+
+
+def test_all_are_here() -> None:
+    assert set(GRIDS) == {"topologies", "lr", "init", "streams", "iterations", "depth", "controls"}
+
+
+@pytest.mark.parametrize("grid", GRIDS)
+@pytest.mark.parametrize("size", ["laptop", "cluster"])
+def test_arms_are_paired_by_seed_and_have_their_plain(grid: str, size: str) -> None:
+    """Seeds cross everything else, initial weights and data share them, and each sits beside a plain arm."""
+    planned = load(grid, size)
+    by_seed = defaultdict(set)
+    for arm, fields in planned.arms.items():
+        config = planned.config(arm)
+        assert config.seed.init == config.seed.data
+        rest = {field: value for field, value in fields.items() if not field.startswith("seed.")}
+        by_seed[config.seed.init].add(tuple(sorted(rest.items())))
+    assert len({frozenset(arms) for arms in by_seed.values()}) == 1
+    assert "plain" in values(planned, "residual.kind")
+
+
+@pytest.mark.parametrize("grid", GRIDS)
+def test_without_a_size_it_is_the_laptop(grid: str) -> None:
+    bare = plan.load(f"{FOLDER / grid}.py", (), cli.Parser())
+    assert bare.arms == load(grid).arms and bare.base == load(grid).base
+    assert bare.base != load(grid, "cluster").base
+
+
+@pytest.mark.parametrize("grid", GRIDS)
+def test_a_laptop_grid_is_small(grid: str) -> None:
+    """30 minutes on two cores: see docs/grids.md for what an arm takes."""
+    assert len(load(grid).arms) <= 21
+
+
+@pytest.mark.parametrize("size", ["laptop", "cluster"])
+def test_each_varies_what_it_is_there_for(size: str) -> None:
+    assert values(load("topologies", size), "residual.kind") == set(kinds.names())
+    assert len(values(load("topologies", size), "seed.init")) >= 3
+    assert len(values(load("lr", size), "optimizer.lr")) == 7
+    assert values(load("init", size), "residual.init") >= {"home", "equivalent", "fanin", "v4"}
+    assert values(load("streams", size), "residual.n") >= {1, 2, 4, 8}
+    assert values(load("iterations", size), "residual.iters") >= {1, 2, 5, 20}
+    assert len(values(load("depth", size), "model.layers")) == 4
+    controls = load("controls", size)
+    assert {0.0, 1.0} < values(controls, "residual.scale")
+    assert values(controls, "init.scale_residual") == {True, False}
+
+
+def test_an_unknown_size_is_told_with_the_nearest() -> None:
+    with pytest.raises(UserError, match=r"size: given 'labtop', allowed: laptop or cluster \(did you mean laptop\?\)"):
+        load("lr", "labtop")
