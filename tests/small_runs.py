@@ -67,10 +67,10 @@ def lines(run: Path, name: str, leave_out: tuple[str, ...] = CLOCK) -> list[dict
     ]
 
 
-def final_state(run: Path) -> tuple[int, Any, dict[str, Any]]:
+def final_state(run: Path, devices: int = 1) -> tuple[int, Any, dict[str, Any]]:
     """(step, train state, the host's side without times) of the last committed checkpoint."""
     stored = from_json((run / "config.json").read_text())
-    trainer = Trainer(stored, make_mesh(stored.mesh, jax.devices()[:1]))
+    trainer = Trainer(stored, make_mesh(stored.mesh, jax.devices()[:devices]))
     checkpoints = Checkpoints(run, stored.checkpoint)
     try:
         step = checkpoints.latest()
@@ -81,13 +81,14 @@ def final_state(run: Path) -> tuple[int, Any, dict[str, Any]]:
     return step, state, {name: value for name, value in host.items() if name != "seconds"}
 
 
-def assert_equal_runs(run: Path, reference: Path) -> None:
+def assert_equal_runs(run: Path, reference: Path, devices: int = 1) -> None:
     """Metrics but for times, probes, the last state and the position in the data are the same, bit for bit."""
     metrics = lines(run, "metrics")
     assert [record["step"] for record in metrics] == list(range(1, len(metrics) + 1))
     assert metrics == lines(reference, "metrics")
     assert lines(run, "probes") == lines(reference, "probes")
-    (step, state, host), (expected_step, expected_state, expected_host) = final_state(run), final_state(reference)
+    step, state, host = final_state(run, devices)
+    expected_step, expected_state, expected_host = final_state(reference, devices)
     assert (step, host) == (expected_step, expected_host)
     assert_identical(state, expected_state)
     summaries = [json.loads((folder / "summary.json").read_text()) for folder in (run, reference)]

@@ -1,0 +1,148 @@
+"""Probes: gains and marginal errors against numpy products of the maps, over the tokens that are not padding."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from mhc.config import Config
+from mhc.model.decoder import DecoderDefinition
+from mhc.monitor.probes import BATCH_FIELDS, compile_probe, transpose_residual_logits
+from tests.small import initial, packed, random_params, relative_error, small
+
+SUBLAYERS = 4
+
+
+def batch(seed: int = 0) -> dict[str, np.ndarray]:
+    made = packed(4, seed, padding=True)
+    return {name: made[name] for name in BATCH_FIELDS}
+
+
+@functools.cache
+def probe(config: Config) -> Any:
+    return compile_probe(DecoderDefinition(config))
+
+
+@functools.cache
+def mixing(config: Config) -> Any:
+    """(params, batch) -> H_res of every sublayer and token [S, B, T, N, N]."""
+    definition = DecoderDefinition(config)
+
+    def run(params: Any, batch: Any) -> jax.Array:
+        def observe(view: Any) -> dict[str, jax.Array]:
+            return {"res": view.connection.maps(view.context).res}
+
+        decoder = definition.bind(params)
+        return decoder.hidden(batch["tokens"], batch["segment_ids"], batch["positions"], observe)[1]["res"]
+
+    return jax.jit(run)
+
+
+def gains_of(res: np.ndarray) -> dict[str, np.ndarray]:
+    """{forward, backward}_{single, composite} [S, tokens] of maps [S, tokens, N, N], in float64, by the definitions."""
+
+    def forward(h: np.ndarray) -> np.ndarray:
+        return np.abs(h.sum(axis=-1)).max(axis=-1)
+
+    def backward(h: np.ndarray) -> np.ndarray:
+        return np.abs(h.sum(axis=-2)).max(axis=-1)
+
+    sublayers = len(res)
+    up_to = [functools.reduce(np.matmul, res[k::-1]) for k in range(sublayers)]  # H_k ... H_0
+    after = [functools.reduce(np.matmul, res[: k - 1 if k else None : -1]) for k in range(sublayers)]  # H_{S-1} ... H_k
+    return {
+        "forward_single": forward(res),
+        "backward_single": backward(res),
+        "forward_composite": np.stack([forward(h) for h in up_to]),
+        "backward_composite": np.stack([backward(h) for h in after]),
+    }
+
+
+@pytest.mark.parametrize("scale", [1.0, 0.5])
+def test_plain_has_the_gains_of_its_scale(scale):
+    config = small("plain", residual={"scale": scale})
+    measured = probe(config)(initial(config), batch())
+    for direction in ("forward", "backward"):
+        for over in ("mean", "max"):
+            np.testing.assert_allclose(measured[f"gain/{direction}_single_{over}"], scale, rtol=1e-6)
+            powers = scale ** np.arange(1, SUBLAYERS + 1)
+            composite = measured[f"gain/{direction}_composite_{over}"]
+            np.testing.assert_allclose(composite, powers if direction == "forward" else powers[::-1], rtol=1e-6)
+    if scale == 1.0:
+        assert all(np.all(np.asarray(measured[key]) == 1.0) for key in measured if key.startswith("gain/"))
+        assert all(np.all(np.asarray(measured[key]) == 0.0) for key in measured if key.startswith("ds_error/"))
+
+
+@pytest.fixture(scope="module")
+def measured() -> tuple[dict[str, np.ndarray], np.ndarray]:
+    """(probe of an hc model whose maps are far from the identity, its maps [S, valid tokens, N, N])."""
+    config = small("hc")
+    params, seen = random_params(config), batch()
+    values = {name: np.asarray(value) for name, value in probe(config)(params, seen).items()}
+    res = np.asarray(mixing(config)(params, seen), np.float64)
+    return values, res[:, seen["segment_ids"] > 0]
+
+
+def test_gains_are_those_of_the_products_of_the_maps(measured):
+    values, res = measured
+    for name, expected in gains_of(res).items():
+        assert np.ptp(expected) > 0.1
+        assert relative_error(values[f"gain/{name}_mean"], expected.mean(axis=1)) <= 1e-5, name
+        assert relative_error(values[f"gain/{name}_max"], expected.max(axis=1)) <= 1e-5, name
+
+
+def test_marginal_errors(measured):
+    values, res = measured
+    for name, axis in (("rows", -1), ("columns", -2)):
+        expected = np.abs(res.sum(axis=axis) - 1).max(axis=(1, 2))
+        assert relative_error(values[f"ds_error/{name}"], expected) <= 1e-5, name
+
+
+def test_every_measure_is_finite_and_has_a_value_a_sublayer_or_block(measured):
+    values, _ = measured
+    for name, value in values.items():
+        assert np.all(np.isfinite(value)), name
+        assert value.dtype == np.float32, name
+        if name.startswith(("gain/", "ds_error/")):
+            assert value.shape == (SUBLAYERS,), name
+        assert value.shape[0] in (SUBLAYERS, SUBLAYERS // 2), name
+
+
+def test_padding_counts_nowhere():
+    """Other tokens in the padding change no measure."""
+    config = small("hc")
+    params, seen = random_params(config), batch()
+    padding = seen["segment_ids"] == 0
+    assert padding.any()
+    other = {
+        **seen,
+        "tokens": np.where(padding, 5, seen["tokens"]),
+        "positions": np.where(padding, 3, seen["positions"]),
+    }
+    one, two = probe(config)(params, seen), probe(config)(params, other)
+    for name in one:
+        np.testing.assert_allclose(one[name], two[name], rtol=1e-6, err_msg=name)
+
+
+@pytest.mark.parametrize("preset", ["paper", "deepseek"])
+def test_sinkhorn_leaves_its_error_in_the_columns(preset):
+    """`paper` normalises rows last; `deepseek` columns, and transposes. Either way the forward gain is 1."""
+    config = small("mhc", residual={"sinkhorn": preset})
+    res = np.asarray(mixing(config)(random_params(config, std=1.0), batch()))
+    rows, columns = (np.abs(res.sum(axis=axis) - 1).max() for axis in (-1, -2))
+    assert rows <= 1e-5 and columns > 1e-3
+
+
+def test_transposed_logits_give_the_same_maps_under_the_other_preset():
+    """Where Sinkhorn has converged, the presets differ by the transposition of the logits alone."""
+    paper, deepseek = (small("mhc", residual={"sinkhorn": preset}) for preset in ("paper", "deepseek"))
+    params, seen = random_params(paper, std=0.2), batch()
+    expected = mixing(paper)(params, seen)
+    transposed = mixing(deepseek)(transpose_residual_logits(params, paper), seen)
+    # maps of later sublayers see streams that differ by the error of the earlier ones
+    assert relative_error(transposed, expected) <= 1e-4
+    assert relative_error(mixing(deepseek)(params, seen), expected) > 0.05
