@@ -77,16 +77,21 @@ def load_config(path: str, arguments: Sequence[str], parser: Parser) -> Config:
         parser: names the options in the complaint about anything else.
     Raises: UserError for a file that cannot be loaded, an unknown or mistyped override, or an invalid config.
     """
-    overrides = _overrides(arguments, parser)
+    changes = overrides(arguments, parser)
     tree = _run_config_file(path).to_dict()
-    for name, value in overrides.items():
+    for name, value in changes.items():
         group, _, leaf = name.partition(".")
         tree.setdefault(group, {})[leaf] = value
     return config_lib.from_config_dict(tree)
 
 
-def _overrides(arguments: Sequence[str], parser: Parser) -> dict[str, Any]:
-    """The overrides as {dotted name: value}, each checked as far as one field can be; the last of a name counts."""
+def overrides(arguments: Sequence[str], parser: Parser) -> dict[str, Any]:
+    """``--config.GROUP.FIELD=VALUE`` as {dotted name: value}, each checked as far as one field can be.
+
+    The last of a name counts.
+
+    Raises: UserError for anything else among the arguments, an unknown field, or a value that it may not hold.
+    """
     found = {}
     rest = list(arguments)
     while rest:

@@ -29,12 +29,14 @@ class Checkpoints:
     and the resolved config. Saves are asynchronous; ``wait`` returns when the last one is committed.
     """
 
-    def __init__(self, workdir: Path, policy: CheckpointConfig):
+    def __init__(self, workdir: Path, policy: CheckpointConfig, *, read_only: bool = False):
+        """``read_only``: for the folder of a run that may be going on; nothing is saved, deleted or cleaned up."""
         options = ocp.CheckpointManagerOptions(
             max_to_keep=policy.keep,
             keep_period=policy.keep_every or None,
-            cleanup_tmp_directories=True,
+            cleanup_tmp_directories=not read_only,
             enable_async_checkpointing=True,
+            read_only=read_only,
         )
         self._manager = ocp.CheckpointManager((workdir / FOLDER).absolute(), item_names=ITEMS, options=options)
 
@@ -75,6 +77,11 @@ class Checkpoints:
         args = ocp.args.Composite(state=ocp.args.StandardRestore(target), host=ocp.args.JsonRestore())
         restored = self._manager.restore(step, args=args)
         return TrainState(**restored["state"]), restored["host"]
+
+    def host(self, step: int) -> dict[str, Any]:
+        """The host's side of a step alone: data position and cumulative counts."""
+        args = ocp.args.Composite(host=ocp.args.JsonRestore())
+        return dict(self._manager.restore(step, args=args)["host"])
 
     def wait(self) -> None:
         """Until every save begun is committed."""
