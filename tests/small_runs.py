@@ -12,6 +12,7 @@ import jax
 from mhc.config import Config, from_config_dict, from_json, resolve
 from mhc.monitor.writers import read_jsonl
 from mhc.sharding import make_mesh
+from mhc.train import run as runs
 from mhc.train.checkpoint import Checkpoints
 from mhc.train.step import Trainer
 from tests.small import assert_identical
@@ -57,6 +58,11 @@ def tiny(corpus: str, kind: str = "mhc", **groups: dict[str, Any]) -> dict[str, 
 def config(corpus: str, kind: str = "mhc", **groups: dict[str, Any]) -> Config:
     """The config of ``tiny``."""
     return from_config_dict(tiny(corpus, kind, **groups))
+
+
+def run(made: Config, folder: Path, devices: int = 1) -> int:
+    """``mhc.train.run.run`` on the first devices: eight take long on few cores."""
+    return runs.Run(made, folder, devices=jax.devices()[:devices]).execute()
 
 
 def lines(run: Path, name: str, leave_out: tuple[str, ...] = CLOCK) -> list[dict[str, Any]]:

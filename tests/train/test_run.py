@@ -28,14 +28,13 @@ from mhc.train.checkpoint import committed_steps, load_run
 from mhc.train.record import Record
 from mhc.train.step import Trainer
 from tests.small import assert_identical
-from tests.small_runs import assert_equal_runs, config, final_state, lines, resolved, snapshot, write_corpus
+from tests.small_runs import assert_equal_runs, config, final_state, lines, resolved, run, snapshot, write_corpus
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _compiled_once() -> Iterator[None]:
-    """Runs take one device, and those of one config share their programs. Eight, and a process a run: tests/faults."""
+    """Runs of one config share their programs. A process a run, and several devices: tests/faults."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(runs, "make_mesh", lambda made: make_mesh(made, jax.devices()[:1]))
         patch.setattr(runs, "Trainer", functools.cache(runs.Trainer))
         patch.setattr(probes, "compile_probe", functools.cache(probes.compile_probe))
         yield
@@ -50,7 +49,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
 def reference(corpus: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An undisturbed run of 12 steps. Not to be changed: copy it."""
     folder = tmp_path_factory.mktemp("reference") / "run"
-    assert runs.run(config(corpus), folder) == 0
+    assert run(config(corpus), folder) == 0
     return folder
 
 
@@ -80,7 +79,7 @@ def interrupted(made: Config, folder: Path, step: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         crash_at(step, patch)
         with pytest.raises(Crash):
-            runs.run(made, folder)
+            run(made, folder)
 
 
 # The record -----------------------------------------------------------------------------------------------------------
@@ -127,7 +126,7 @@ def test_the_restored_model_has_the_saved_loss(reference):
     step, state, _ = final_state(reference)
     logged = [record for record in read_jsonl(reference / "metrics.jsonl") if record["step"] == step]
     stored = resolved(config(made["data"]["source"]))
-    trainer = runs.Trainer(stored, runs.make_mesh(stored.mesh))
+    trainer = runs.Trainer(stored, make_mesh(stored.mesh, jax.devices()[:1]))
     parts = [
         jax.device_get(trainer.validate(state.params, put_batch(batch, trainer.mesh)))
         for batch in pipeline.validation_batches(stored.data, load("bytes"), batch_size=8, batches=2)
@@ -146,14 +145,14 @@ def test_the_restored_model_has_the_saved_loss(reference):
 def test_a_crashed_run_continues_bit_for_bit(step, corpus, reference, tmp_path):
     """Before the first checkpoint, after one, and at the last step."""
     interrupted(config(corpus), tmp_path / "run", step)
-    assert runs.run(config(corpus), tmp_path / "run") == 0
+    assert run(config(corpus), tmp_path / "run") == 0
     assert_equal_runs(tmp_path / "run", reference)
 
 
 def test_a_run_crashed_again_and_again_continues_bit_for_bit(corpus, reference, tmp_path):
     for step in (6, 7, 7, 10):
         interrupted(config(corpus), tmp_path / "run", step)
-    assert runs.run(config(corpus), tmp_path / "run") == 0
+    assert run(config(corpus), tmp_path / "run") == 0
     assert_equal_runs(tmp_path / "run", reference)
 
 
@@ -169,13 +168,13 @@ def test_a_signal_stops_after_the_step_in_hand_and_saves(number, corpus, referen
     handlers = {signal_: signal.getsignal(signal_) for signal_ in (signal.SIGTERM, signal.SIGINT)}
     with monkeypatch.context() as patch:
         patch.setattr(Record, "step", step_and_signal)
-        assert runs.run(config(corpus), folder) == 0
+        assert run(config(corpus), folder) == 0
     assert {signal_: signal.getsignal(signal_) for signal_ in handlers} == handlers
     stopped = committed_steps(folder)[-1]
     assert stopped in (5, 6) and read_json(folder / "summary.json")["exit_reason"] == "stopped"
     assert [record["step"] for record in read_jsonl(folder / "metrics.jsonl")] == list(range(1, stopped + 1))
     assert [(e["event"], e["step"]) for e in read_jsonl(folder / "events.jsonl")] == [("stopped", stopped)]
-    assert runs.run(config(corpus), folder) == 0
+    assert run(config(corpus), folder) == 0
     assert [e["event"] for e in read_jsonl(folder / "events.jsonl")] == ["stopped", "resume"]
     assert_equal_runs(folder, reference)
 
@@ -189,9 +188,9 @@ def test_a_signal_before_the_first_step_is_heard(corpus, reference, tmp_path, mo
 
     with monkeypatch.context() as patch:
         patch.setattr(runs.Run, "_restore", restore_and_signal)
-        assert runs.run(config(corpus), folder) == 0
+        assert run(config(corpus), folder) == 0
     assert read_json(folder / "summary.json")["exit_reason"] == "stopped"
-    assert runs.run(config(corpus), folder) == 0
+    assert run(config(corpus), folder) == 0
     assert_equal_runs(folder, reference)
 
 
@@ -211,7 +210,7 @@ def test_batches_go_on_where_they_stopped(corpus, tmp_path, monkeypatch):
     interrupted(made, tmp_path / "run", 7)
     taken = len(seen)
     assert taken >= 7
-    assert runs.run(made, tmp_path / "run") == 0
+    assert run(made, tmp_path / "run") == 0
     resumed_at = 4
     order = seen[:resumed_at] + seen[taken:]
     stream = pipeline.train_iterator(made.data, load("bytes"), batch_size=8, seed=0)
@@ -226,7 +225,7 @@ def test_a_torn_line_is_repaired(corpus, reference, tmp_path):
     for name in ("metrics", "probes", "events"):
         with (folder / f"{name}.jsonl").open("ab") as file:
             file.write(b'{"step":7,"loss":3.0')
-    assert runs.run(config(corpus), folder) == 0
+    assert run(config(corpus), folder) == 0
     assert_equal_runs(folder, reference)
 
 
@@ -239,7 +238,7 @@ def test_an_uncommitted_checkpoint_is_not_seen(corpus, reference, tmp_path):
     shutil.copytree(folder / "checkpoints" / "4", torn)
     shutil.rmtree(torn / "state")
     assert committed_steps(folder) == [4] and load_run(folder).step == 4
-    assert runs.run(config(corpus), folder) == 0
+    assert run(config(corpus), folder) == 0
     assert read_jsonl(folder / "events.jsonl")[0]["step"] == 4
     assert not torn.exists()
     assert_equal_runs(folder, reference)
@@ -252,7 +251,7 @@ def test_an_uncommitted_checkpoint_is_not_seen(corpus, reference, tmp_path):
 def test_a_finished_run_is_left_alone(steps, corpus, finished, capsys):
     """Also with TensorBoard on, whose writer makes a file when it is opened, and where fewer steps are asked for."""
     before = snapshot(finished)
-    assert runs.run(config(corpus, train={"steps": steps}, monitor={"tensorboard": True}), finished) == 0
+    assert run(config(corpus, train={"steps": steps}, monitor={"tensorboard": True}), finished) == 0
     assert snapshot(finished) == before
     assert "finished already" in capsys.readouterr().err
 
@@ -260,13 +259,13 @@ def test_a_finished_run_is_left_alone(steps, corpus, finished, capsys):
 def test_more_steps_go_on_from_the_end(corpus, reference, tmp_path):
     """At a constant rate a run of 8 steps, lengthened to 12, ends where a run of 12 does."""
     folder = tmp_path / "run"
-    assert runs.run(config(corpus, train={"steps": 8}), folder) == 0
+    assert run(config(corpus, train={"steps": 8}), folder) == 0
     with pytest.MonkeyPatch.context() as patch:  # it dies between the last checkpoint and the summary
         patch.setattr(runs.Run, "_finish", lambda self: 1 / 0)
         with pytest.raises(ZeroDivisionError):
-            runs.run(config(corpus), folder)
+            run(config(corpus), folder)
     assert committed_steps(folder)[-1] == 12 and read_json(folder / "summary.json")["steps"] == 8
-    assert runs.run(config(corpus), folder) == 0
+    assert run(config(corpus), folder) == 0
     assert read_json(folder / "summary.json")["steps"] == 12
     (resume,) = read_jsonl(folder / "events.jsonl")
     assert (resume["event"], resume["step"]) == ("resume", 8)
@@ -291,7 +290,7 @@ def test_more_steps_go_on_from_the_end(corpus, reference, tmp_path):
 def test_a_changed_config_is_refused_by_name_and_nothing_is_touched(change, names, corpus, finished):
     before = snapshot(finished)
     with pytest.raises(UserError) as refused:
-        runs.run(config(corpus, **change), finished)
+        run(config(corpus, **change), finished)
     assert all(name in str(refused.value) for name in names)
     assert snapshot(finished) == before
 
@@ -304,13 +303,13 @@ def test_a_user_s_mistake_writes_nothing(corpus, tmp_path):
         {"train": {"batch_size": 9, "accumulation": 2}},
     ):
         with pytest.raises(UserError):
-            runs.run(config(corpus, **change), folder)
+            run(config(corpus, **change), folder)
     assert not folder.exists()
 
 
 def test_a_folder_has_one_process_at_a_time(corpus, finished):
     with runs.lock(finished), pytest.raises(UserError, match="another process"):
-        runs.run(config(corpus), finished)
+        run(config(corpus), finished)
 
 
 # Dry run --------------------------------------------------------------------------------------------------------------
@@ -318,11 +317,11 @@ def test_a_folder_has_one_process_at_a_time(corpus, finished):
 
 def test_dry_run_counts_without_allocating(corpus, monkeypatch):
     monkeypatch.setattr(Trainer, "init", lambda *_: pytest.fail("allocated"))
-    described = runs.dry_run(config(corpus))
+    described = runs.dry_run(config(corpus, mesh={"fsdp": 2}))
     json.dumps(described)
     groups = described["params"]["by_group"]
     assert sum(groups.values()) == described["params"]["total"]
     assert groups["maps"] == described["params"]["maps"] == 2 * 2 * (4 * 8 * 24 + 24 + 3)
     assert described["tokens_per_step"] == 8 * 16
-    assert described["mesh"] == {"data": 1, "fsdp": 1, "tensor": 1, "expert": 1}
+    assert described["mesh"] == {"data": 4, "fsdp": 2, "tensor": 1, "expert": 1}
     assert described["residual"]["n"] == 4
