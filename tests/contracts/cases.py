@@ -1,0 +1,86 @@
+"""What the contract is held over: every kind of the registry × Sinkhorn preset × init preset × N, where it exists."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from mhc import kinds
+from tests.contracts import topologies
+
+SIZES = (1, 2, 3, 4, 8)
+
+
+@dataclasses.dataclass(frozen=True)
+class Group:
+    """Cases that differ in initial values alone, and so share their compiled programs."""
+
+    kind: str
+    n: int
+    sinkhorn: str = "paper"
+
+    def __str__(self) -> str:
+        return f"{self.kind}{'-deepseek' if self.sinkhorn == 'deepseek' else ''}-n{self.n}"
+
+    @property
+    def spec(self) -> kinds.Kind:
+        return specs()[self.kind]
+
+    @property
+    def inits(self) -> tuple[str | None, ...]:
+        return self.spec.inits or (None,)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Fields of ``residual.*`` but ``init``."""
+        sinkhorn = {"sinkhorn": self.sinkhorn} if "sinkhorn" in self.spec.options else {}
+        return {"n": self.n, **sinkhorn}
+
+    @property
+    def doubly_stochastic(self) -> bool:
+        return self.kind not in ("plain", "hc")
+
+    @property
+    def tolerance(self) -> float:
+        """Of what equals the plain residual at init: the eps of ``deepseek`` shows."""
+        return 1e-4 if self.sinkhorn == "deepseek" else 2e-5
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    group: Group
+    init: str | None
+
+    def __str__(self) -> str:
+        return str(self.group) + (f"-{self.init}" if self.init else "")
+
+
+def specs() -> dict[str, kinds.Kind]:
+    """Every kind: those of the registry and the two that tests register."""
+    return {**kinds.known(), **{name: kind for name, (kind, _) in topologies.BUILDERS.items()}}
+
+
+def groups() -> list[Group]:
+    found = []
+    for name, kind in specs().items():
+        sinkhorns = ("paper", "deepseek") if name == "mhc" else ("paper",)
+        found += [Group(name, n, sinkhorn) for sinkhorn in sinkhorns for n in SIZES if n in kind.streams]
+    return found
+
+
+def cases() -> list[Case]:
+    return [Case(group, init) for group in groups() for init in group.inits]
+
+
+def is_fast(case: Case) -> bool:
+    """One preset a kind, N = 4 (or what it has)."""
+    default = case.group.n == case.group.spec.default_streams and case.group.sinkhorn == "paper"
+    return default and case.init == case.group.inits[0]
+
+
+every_group = pytest.mark.parametrize("group", groups(), ids=str)
+every_case = pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=() if is_fast(case) else pytest.mark.slow) for case in cases()], ids=str
+)

@@ -1,0 +1,224 @@
+"""The contract without a decoder: kind × init preset × N, each over a tower of eight small sublayers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mhc import kinds, residual
+from mhc.kinds import Parameter
+from mhc.rng import PathKey
+from tests.contracts.cases import Group, every_group, groups
+from tests.contracts.towers import DEEP, SHALLOW, STEPS, TOKENS, WIDTH, Tower, tower
+
+EQUAL_TO_PLAIN = {"hc", "equivalent"}
+
+
+def separation(streams: jax.Array) -> tuple[float, float]:
+    """(smallest, largest) relative difference of two streams of [..., N, D]."""
+    x = np.asarray(streams, np.float64)
+    n = x.shape[-2]
+    pairs = [(i, j) for i in range(n) for j in range(i)]
+    differences = [np.linalg.norm(x[..., i, :] - x[..., j, :]) / np.linalg.norm(x[..., i, :]) for i, j in pairs]
+    return min(differences), max(differences)
+
+
+def entries(group: Group, grads: dict[str, Any]) -> dict[str, np.ndarray]:
+    """Gradients [S, entries] of what must each learn: leaves, cut where one leaf holds several maps' parameters."""
+    n = group.n
+    cut: dict[str, np.ndarray] = {}
+    of_maps: dict[str, Any] = {"pre": slice(0, n), "post": slice(n, 2 * n), "res": slice(2 * n, None)}
+    inside: dict[str, dict[str, Any]] = {"alpha": {"pre": 0, "post": 1, "res": 2}, "phi": of_maps, "bias": of_maps}
+    for name, leaf in grads.items():
+        for part, index in inside.get(name, {"": slice(None)}).items():
+            cut[f"{name} {part}".strip()] = np.asarray(leaf)[..., index].reshape(leaf.shape[0], -1)
+    if group.kind == "identity":  # H_res = I has neither logits nor, with them, a gate
+        cut = {name: leaf for name, leaf in cut.items() if not name.endswith(" res")}
+    return cut
+
+
+@every_group
+def test_initial_parameters(group: Group) -> None:
+    """As declared, stacked over sublayers, float32, whatever the preset."""
+    maps, declared = tower(group).initial["maps"], group.spec.parameters
+    assert set(maps) == set(declared)
+    for name, leaf in maps.items():
+        assert leaf.dtype == jnp.float32
+        assert leaf.shape[:2] == (len(group.inits), DEEP)
+        assert leaf.ndim == 2 + len(declared[name].axes)
+        assert np.isfinite(leaf).all()
+
+
+def test_initial_parameters_stay_float32_when_float64_is_on() -> None:
+    with jax.enable_x64(True):
+        for kind in kinds.names():
+            maps = Tower(Group(kind, kinds.known()[kind].default_streams)).maps(None)
+            assert {leaf.dtype for leaf in jax.tree.leaves(maps)} <= {jnp.dtype("float32")}
+
+
+@every_group
+def test_shapes_dtypes_and_finite_values(group: Group) -> None:
+    presets, lead = len(group.inits), (len(group.inits), DEEP, *TOKENS)
+    for run, dtype in zip(tower(group).forward[:2], (jnp.float32, jnp.bfloat16), strict=True):
+        assert run.out.shape == (*lead, WIDTH)
+        assert run.streams.shape == (presets, *TOKENS, group.n, WIDTH)
+        assert run.out.dtype == run.streams.dtype == dtype
+        assert run.maps.pre.shape == run.maps.post.shape == (*lead, group.n)
+        assert run.maps.res.shape == (*lead, group.n, group.n)
+        assert {leaf.dtype for leaf in run.maps} == {jnp.dtype("float32")}
+        for leaf in (run.out, run.streams, *run.maps):
+            assert np.isfinite(np.asarray(leaf, np.float32)).all()
+
+
+@every_group
+def test_a_scan_over_sublayers_equals_calling_them(group: Group) -> None:
+    scanned, _, unrolled = tower(group).forward
+    np.testing.assert_allclose(scanned.out[:, :2], unrolled, rtol=1e-5, atol=1e-6)
+
+
+@every_group
+def test_maps_are_where_they_must_be(group: Group) -> None:
+    """H_res doubly stochastic, 0 < pre <= 1 and 0 < post < 2 for what is constrained, along the whole tower."""
+    if not group.doubly_stochastic:
+        assert group.kind in ("plain", "hc")
+        return
+    pre, post, res = (np.asarray(leaf, np.float64) for leaf in tower(group).forward[0].maps)
+    exact = 1e-5 if group.sinkhorn == "deepseek" else 1e-6
+    assert (res >= 0).all()
+    assert np.abs(res.sum(-1) - 1).max() <= exact  # the marginal normalised last, under both presets
+    columns = np.abs(res.sum(-2) - 1).max()
+    assert columns <= (exact if group.kind in ("mhc_lite", "kromhc", "identity") else 0.2)
+    assert (pre > 0).all()
+    assert (pre <= 1 + 1e-6).all()
+    assert (post > 0).all()
+    assert (post < 2).all()
+    if group.n == 1:
+        assert np.abs(res - 1).max() <= (1e-5 if group.sinkhorn == "deepseek" else 0)
+
+
+@every_group
+def test_what_equals_the_plain_residual_at_init_does(group: Group) -> None:
+    plain = np.asarray(tower(Group("plain", 1)).forward[0].out[0, :SHALLOW])
+    scale = group.n if group.spec.collapses[0] == "sum" else 1
+    for p, init in enumerate(group.inits):
+        out = np.asarray(tower(group).forward[0].out[p, :SHALLOW])
+        error = np.max(np.abs(out / scale - plain)) / np.max(np.abs(plain))
+        if init in EQUAL_TO_PLAIN:
+            assert error <= group.tolerance, init
+        elif group.n > 1:
+            assert error > 1e-4, f"{init} is not meant to be the plain residual"
+
+
+@every_group
+def test_gradients_are_finite_and_everything_learns(group: Group) -> None:
+    """Over the depth-stacked leaf and after step 1 no map parameter's gradient is identically zero."""
+    history = tower(group).history
+    for leaf in jax.tree.leaves(history.grads):
+        assert np.isfinite(leaf).all()
+    if group.n == 1:
+        return
+    for p, init in enumerate(group.inits):
+        second = jax.tree.map(lambda leaf, p=p: leaf[p, 1], history.grads["maps"])
+        for name, leaf in entries(group, second).items():
+            assert leaf.size, name
+            assert np.any(leaf != 0), f"{init}: the gradient of {name} is zero"
+
+
+@every_group
+def test_the_residual_map_of_sublayer_0_is_inert(group: Group) -> None:
+    """Its input streams are identical and its rows sum to one, so that its gradient is rounding noise.
+
+    Adam moves it all the same, and it is left in the update: a random walk of a map that changes no number downstream
+    costs nothing, and an optimiser that knows about sublayer 0 would. Reports mark sublayer 0.
+    """
+    if group.n == 1 or group.kind in ("plain", "hc", "identity"):
+        return
+    for p, init in enumerate(group.inits):
+        grads = np.asarray(tower(group).history.grads["maps"]["bias"][p, 0])
+        noise, signal = np.max(np.abs(grads[0, 2 * group.n :])), np.max(np.abs(grads))
+        assert noise <= 1e-4 * signal, f"{init}: {noise:.2e} against {signal:.2e}"
+
+
+@every_group
+def test_streams_separate(group: Group) -> None:
+    if group.n == 1:
+        return
+    for p, init in enumerate(group.inits):
+        streams = tower(group).history.streams[p]
+        before = separation(streams[0])[1]
+        if init in EQUAL_TO_PLAIN:
+            assert before < 1e-6, f"{init}: streams differ by {before:.2e} at init"
+        # A gate of 0.01 that ten steps at 1e-3 carry down stands at zero after the tenth, and hides the difference.
+        after = max(separation(streams[step])[0] for step in (STEPS - 2, STEPS))
+        assert after > 1e-4, f"{init}: two streams differ by {after:.2e} only after training"
+
+
+@every_group
+def test_the_input_dependent_part_acts(group: Group) -> None:
+    """After training, perturbing phi (or HC's w) changes the loss."""
+    trained = jax.tree.map(lambda leaf: leaf[:, STEPS], tower(group).history.params)
+    dynamic = [name for name in ("phi", "w_pre", "w_post", "w_res") if name in trained["maps"]]
+    if group.n == 1 or not dynamic:
+        return
+    rng = np.random.default_rng(3)
+    base = np.asarray(tower(group).history.loss[:, STEPS])
+    for name in dynamic:
+        leaf = trained["maps"][name]
+        noise = jnp.asarray(rng.normal(size=leaf.shape), jnp.float32)
+        moved = tower(group).train({**trained, "maps": {**trained["maps"], name: leaf + noise}}).loss[:, 0]
+        for p, init in enumerate(group.inits):
+            assert abs(moved[p] - base[p]) > 1e-6 * base[p], f"{init}: {name} does nothing"
+
+
+@every_group
+def test_training_lowers_the_loss(group: Group) -> None:
+    loss = np.asarray(tower(group).history.loss)
+    assert (loss[:, STEPS] < loss[:, 0]).all()
+
+
+@every_group
+def test_bfloat16_streams_stay_near_float32(group: Group) -> None:
+    """Twelve blocks with streams stored in bfloat16; maps and accumulation stay float32."""
+    wide, narrow, _ = tower(group).forward
+    for p, init in enumerate(group.inits):
+        a, b = np.asarray(narrow.out[p, -1], np.float64), np.asarray(wide.out[p, -1], np.float64)
+        error = np.linalg.norm(a - b) / np.linalg.norm(b)
+        assert error <= 2e-2, f"{init}: {error:.2e}"
+
+
+@pytest.mark.parametrize("kind", [name for name, kind in kinds.known().items() if "head" in kind.collapses])
+def test_collapses(kind: str) -> None:
+    """Every mode of a kind on the same streams."""
+    x = jnp.asarray(np.random.default_rng(4).normal(size=(3, 4, WIDTH)), jnp.float32)
+    key = PathKey(jax.random.key(0))
+    out = {
+        mode: residual.build(kind, WIDTH, rngs=key, n=4, collapse=mode).collapse(x) for mode in ("sum", "mean", "head")
+    }
+    np.testing.assert_allclose(out["sum"], np.sum(x, axis=-2), rtol=1e-6)
+    np.testing.assert_allclose(out["mean"], np.mean(x, axis=-2), rtol=1e-6, atol=1e-7)
+    head = vars(residual.build(kind, WIDTH, rngs=key, n=4, collapse="head"))["head"]
+    assert head.fn.shape == (4, WIDTH, 4)
+    assert 0.01 < np.std(head.fn) < 0.03
+    weights = residual.functional.collapse_head(x, head.fn[...].reshape(-1, 4), head.base[...], head.scale[...])
+    np.testing.assert_allclose(out["head"], weights, rtol=1e-6)
+
+
+def test_the_deferred_write_is_mhc() -> None:
+    """A state of another shape, the same function."""
+    mhc, deferred = tower(Group("mhc", 3)), tower(Group("deferred", 3))
+    assert mhc.group.inits[:2] == deferred.group.inits
+    for a, b in zip(jax.tree.leaves(mhc.forward), jax.tree.leaves(deferred.forward), strict=True):
+        wide = a.dtype == jnp.float32
+        np.testing.assert_allclose(
+            np.asarray(a[:2], np.float32), np.asarray(b, np.float32), rtol=0, atol=1e-4 if wide else 5e-2
+        )
+
+
+def test_every_kind_is_here() -> None:
+    assert {group.kind for group in groups()} == set(kinds.names()) == set(residual.kinds())
+    for group in groups():
+        assert all(isinstance(parameter, Parameter) for parameter in group.spec.parameters.values())

@@ -1,0 +1,147 @@
+"""The contract through the decoder and the compiled step: kind × init preset × N.
+
+`make test` holds it at one preset a kind and N = 4, `make test-full` over the whole product. The cases of a group share
+their programs: presets differ in values alone.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mhc.config import Config
+from mhc.model.decoder import SublayerView
+from mhc.train.checkpoint import Checkpoints
+from mhc.train.step import Trainer, TrainState
+from tests.contracts.cases import Case, Group, every_case, is_fast
+from tests.contracts.test_functional import EQUAL_TO_PLAIN, separation
+from tests.small import assert_identical, by_path, initial, packed, relative_error, small, trainer
+
+MESH = {"data": 2, "fsdp": 2, "tensor": 2}
+
+
+class Variant(NamedTuple):
+    """Another way to compute the same step."""
+
+    model: dict[str, Any]
+    devices: int = 1
+
+
+TOGETHER = Variant({"remat": "full"}, 8)
+APART = {
+    "unrolled": Variant({"scan": False}),
+    "recomputed": Variant({"remat": "full"}),
+    "recomputed but for products": Variant({"remat": "dots"}),
+    "on eight devices": Variant({}, 8),
+}
+
+
+def config_of(group: Group, init: str | None = None, **groups: dict[str, Any]) -> Config:
+    # Under sgd an update is the gradient, while Adam's first one is its sign, which rounding decides where it is zero.
+    optimizer = {"name": "sgd", "lr": 0.1, "clip_norm": None}
+    options = group.options | ({"init": init} if init else {})
+    return small(group.kind, **{"residual": {"kind": group.kind, **options}, "optimizer": optimizer, **groups})
+
+
+def trainer_of(group: Group, variant: Variant) -> Trainer:
+    mesh = MESH if variant.devices == 8 else {}
+    return trainer(config_of(group, model=variant.model, mesh=mesh), variant.devices)
+
+
+def fresh(made: Trainer, case: Case, **groups: dict[str, Any]) -> TrainState:
+    """The state of step 0 in its layout, from the case's preset; not compiled, see ``tests.small.initial``."""
+    state = made._init(jax.random.key(0))._replace(params=initial(config_of(case.group, case.init, **groups)))
+    return jax.tree.map(lambda leaf, layout: jax.device_put(jnp.array(leaf), layout), state, made.layout)
+
+
+def one_step(case: Case, variant: Variant) -> tuple[TrainState, dict[str, Any]]:
+    made = trainer_of(case.group, variant)
+    return made.step(fresh(made, case), packed(8, padding=True))
+
+
+@every_case
+def test_the_step_is_the_same_however_it_is_computed(case: Case) -> None:
+    """Kept or recomputed, on one device or on a data × fsdp × tensor mesh of eight, scanned or unrolled."""
+    expected, metrics = one_step(case, Variant({}))
+    start = by_path(initial(config_of(case.group, case.init)))
+    variants = {"all at once": TOGETHER} | ({} if is_fast(case) else APART)
+    assert np.isfinite(float(metrics["grad_norm"]))
+    assert float(metrics["grad_norm"]) > 0
+    golden = by_path(expected.params)
+    for name, variant in variants.items():
+        actual, others = one_step(case, variant)
+        for key in ("loss", "grad_norm"):
+            assert relative_error(others[key], metrics[key]) <= 1e-5, f"{name}: {key}"
+        for path, leaf in by_path(actual.params).items():
+            assert leaf.dtype == np.float32
+            # Rounding of a gradient of size g enters the parameter at 1e-7 of either.
+            moved = np.max(np.abs(golden[path] - start[path]))
+            allowed = 1e-4 * moved + 1e-6 * np.max(np.abs(golden[path])) + 1e-9
+            assert np.max(np.abs(leaf - golden[path])) <= allowed, f"{name}: {path}"
+
+
+@every_case
+def test_a_checkpoint_gives_the_state_back(case: Case, tmp_path: Path) -> None:
+    """Bit for bit, from eight devices to eight and to one."""
+    many, one = trainer_of(case.group, TOGETHER), trainer_of(case.group, Variant({}))
+    state, _ = one_step(case, TOGETHER)
+    checkpoints = Checkpoints(tmp_path, many.config.checkpoint)
+    checkpoints.save(1, state, {"data": 3}, many.config)
+    checkpoints.wait()
+    assert checkpoints.latest() == 1
+    for made in (many, one):
+        restored, host = checkpoints.restore(1, made.abstract, made.layout)
+        assert host == {"data": 3}
+        assert_identical(restored, state, f"{len(made.mesh.devices.flat)} devices")
+        for leaf, layout in zip(jax.tree.leaves(restored), jax.tree.leaves(made.layout), strict=True):
+            assert leaf.sharding.is_equivalent_to(layout, leaf.ndim)
+    checkpoints.close()
+
+
+@every_case
+def test_the_decoder_starts_as_plain_where_it_must(case: Case) -> None:
+    if case.init not in EQUAL_TO_PLAIN:
+        return
+    residual = {"kind": case.group.kind, **case.group.options, "init": case.init, "collapse": "mean"}
+    batch = packed(2)
+
+    def logits(config: Config) -> np.ndarray:
+        definition, params = trainer(config).definition, initial(config)
+        run = jax.jit(lambda params: definition.bind(params)(batch["tokens"], batch["segment_ids"], batch["positions"]))
+        return np.asarray(run(params))
+
+    model = {"layers": 4}
+    plain = logits(small("plain", model=model))
+    assert relative_error(logits(small(case.group.kind, residual=residual, model=model)), plain) <= case.group.tolerance
+
+
+@pytest.mark.slow
+@every_case
+def test_streams_separate_in_a_decoder(case: Case) -> None:
+    """After ten Adam steps at 1e-3 no two streams after the last block are the same."""
+    if case.group.n == 1:
+        return
+    model = {"layers": 4}  # as many sublayers as the largest N
+    adam = {"name": "adamw", "lr": 1e-3, "weight_decay": 0.0}
+    made = trainer(config_of(case.group, optimizer=adam, model=model))
+    state, batch = fresh(made, case, model=model), packed(8)
+
+    def last(view: SublayerView) -> dict[str, jax.Array]:
+        return {"streams": view.topology.streams(view.state)}
+
+    @jax.jit
+    def streams(params: Any) -> jax.Array:
+        decoder = made.definition.bind(params)
+        return decoder.hidden(batch["tokens"], batch["segment_ids"], batch["positions"], observe=last)[1]["streams"][-1]
+
+    before = separation(streams(state.params))
+    if case.init in EQUAL_TO_PLAIN:
+        assert before[1] < 1e-6
+    for _ in range(10):
+        state, _ = made.step(state, batch)
+    assert separation(streams(state.params))[0] > 1e-4

@@ -1,0 +1,170 @@
+"""A tower of small sublayers over a topology: what the functional contract needs, without a decoder around it.
+
+The presets of a group differ in values alone, so that each program runs them all at once: their maps are stacked on a
+leading axis P.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+
+from mhc import residual
+from mhc.residual import ResidualTopology
+from mhc.rng import PathKey
+from tests.contracts.cases import Group
+
+WIDTH, TOKENS = 16, (2, 5)
+DEEP = 24  # sublayers of 12 blocks
+SHALLOW = 8  # of them, as deep as what equals the plain residual is compared: 4 blocks
+STEPS = 10
+
+Params = dict[str, Any]  # {"maps": [P, S, ...] by name, "w": [P, S, D, D]}
+
+
+class Forward(NamedTuple):
+    """What DEEP sublayers give, per preset [P, ...]."""
+
+    out: jax.Array  # [P, DEEP, *TOKENS, D]: the state after each sublayer, collapsed
+    streams: jax.Array  # [P, *TOKENS, N, D] at the end
+    maps: residual.Maps  # [P, DEEP, *TOKENS, ...]
+
+
+class History(NamedTuple):
+    """What STEPS Adam steps at 1e-3 over SHALLOW sublayers gave, per preset [P, STEPS + 1, ...]: before each update."""
+
+    loss: jax.Array
+    streams: jax.Array  # [..., *TOKENS, N, D] after the last sublayer
+    params: Params  # [..., SHALLOW, ...]
+    grads: Params
+
+
+class Tower:
+    """Sublayers F_k(u) = tanh(norm(u) W_k) between the connections of a group."""
+
+    def __init__(self, group: Group):
+        self.group = group
+        self.topology = self.build(group.inits[0])
+        key = PathKey(jax.random.key(0))
+        self._graph, self._state = nnx.split(nnx.eval_shape(lambda: self.topology.connection(0, rngs=key / "c" / 0)))
+
+    def build(self, init: str | None) -> ResidualTopology:
+        options = self.group.options | ({"init": init} if init else {})
+        return residual.build(self.group.kind, WIDTH, rngs=PathKey(jax.random.key(0)), **options)
+
+    def maps(self, init: str | None) -> Params:
+        """Initial map parameters of a preset, [DEEP, ...]."""
+        topology, key = self.build(init), PathKey(jax.random.key(0)) / "connections"
+
+        def one(k: jax.Array) -> Params:
+            return nnx.to_pure_dict(nnx.state(topology.connection(k, rngs=key / k)))
+
+        return jax.vmap(one)(jnp.arange(DEEP))
+
+    @functools.cached_property
+    def initial(self) -> Params:
+        """Parameters of every preset, [P, DEEP, ...]."""
+
+        @jax.jit
+        def maps() -> Params:
+            return jax.tree.map(lambda *leaves: jnp.stack(leaves), *[self.maps(init) for init in self.group.inits])
+
+        return {"maps": maps(), "w": jnp.stack([weights()] * len(self.group.inits))}
+
+    def connection(self, params: Params) -> residual.Connection:
+        state = jax.tree.map(lambda leaf: leaf, self._state)
+        nnx.replace_by_pure_dict(state, params)
+        return nnx.merge(self._graph, state)
+
+    def sublayer(self, state: Any, one: Params, scale: float) -> tuple[Any, tuple[jax.Array, residual.Maps]]:
+        """(next state, (what it collapses to, maps)) of one sublayer with its parameters."""
+        connection = self.connection(one["maps"])
+        u, context = connection.read(state)
+        state = connection.write(state, feed_forward(u, one["w"], scale), context)
+        return state, (self.topology.collapse(state), connection.maps(context))
+
+    def run(self, params: Params, h: jax.Array) -> Forward:
+        """From h [*TOKENS, D] through as many sublayers as ``params`` [S, ...] has."""
+        scale = scale_of(params["w"].shape[0])
+        step = functools.partial(self.sublayer, scale=scale)
+        state, (out, maps) = jax.lax.scan(step, self.topology.expand(h), params)
+        return Forward(out, self.topology.streams(state), maps)
+
+    def unrolled(self, params: Params) -> jax.Array:
+        """[2, *TOKENS, D]: what the state collapses to after each of the first two sublayers, without a scan."""
+        state, out = self.topology.expand(inputs()), []
+        for k in range(2):
+            one = jax.tree.map(lambda leaf, k=k: leaf[k], params)
+            state, (collapsed, _) = self.sublayer(state, one, scale_of(DEEP))
+            out.append(collapsed)
+        return jnp.stack(out)
+
+    @functools.cached_property
+    def forward(self) -> tuple[Forward, Forward, jax.Array]:
+        """At init: with float32 and with bfloat16 streams, and ``unrolled``."""
+
+        def every(params: Params) -> Any:
+            runs = [self.run(params, inputs().astype(dtype)) for dtype in (jnp.float32, jnp.bfloat16)]
+            return *runs, self.unrolled(params)
+
+        return jax.jit(lambda params: jax.lax.map(every, params))(self.initial)
+
+    def loss(self, params: Params) -> tuple[jax.Array, jax.Array]:
+        out, streams, _ = self.run(params, inputs())
+        return jnp.mean((out[-1] - targets()) ** 2), streams
+
+    @functools.cached_property
+    def train(self) -> Any:
+        """Compiled: params [P, SHALLOW, ...] -> History."""
+        adam = optax.adam(1e-3)
+
+        def step(carry: Any, _: None) -> Any:
+            params, state = carry
+            (loss, streams), grads = jax.value_and_grad(self.loss, has_aux=True)(params)
+            updates, state = adam.update(grads, state)
+            return (optax.apply_updates(params, updates), state), History(loss, streams, params, grads)
+
+        def one(params: Params) -> History:
+            return jax.lax.scan(step, (params, adam.init(params)), None, STEPS + 1)[1]
+
+        return jax.jit(lambda params: jax.lax.map(one, params))
+
+    @functools.cached_property
+    def history(self) -> History:
+        return self.train(jax.tree.map(lambda leaf: leaf[:, :SHALLOW], self.initial))
+
+
+def scale_of(sublayers: int) -> float:
+    """Of what a sublayer adds, as deep models scale it: the stream neither drowns in it nor hides it."""
+    return (2.0 / sublayers) ** 0.5
+
+
+def feed_forward(u: jax.Array, w: jax.Array, scale: float) -> jax.Array:
+    """[..., D] -> [..., D] with its own norm, in float32, returned in the dtype of u."""
+    wide = u.astype(jnp.float32)
+    norm = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + 1e-6)
+    return (scale * jnp.tanh(norm @ w)).astype(u.dtype)
+
+
+def inputs() -> jax.Array:
+    return jnp.asarray(np.random.default_rng(10).normal(size=(*TOKENS, WIDTH)), jnp.float32)
+
+
+def targets() -> jax.Array:
+    return jnp.asarray(np.random.default_rng(1).normal(size=(*TOKENS, WIDTH)), jnp.float32)
+
+
+def weights() -> jax.Array:
+    return jnp.asarray(np.random.default_rng(2).normal(size=(DEEP, WIDTH, WIDTH)) / WIDTH**0.5, jnp.float32)
+
+
+@functools.cache
+def tower(group: Group) -> Tower:
+    """The tower of a group; shared, so that each of its programs is compiled once."""
+    return Tower(group)
