@@ -37,8 +37,8 @@ def say(line: str) -> None:
 def main(arguments: Sequence[str]) -> int:
     """Reads the command line and does what it says.
 
-    Returns the exit code: 0 all arms finished (submitted, written), 1 some did not, 2 a user's mistake, 128 + signal
-    after one.
+    Returns the exit code: 0 every arm finished or was halted by its guard (was submitted, written), 1 some did not, 2 a
+    user's mistake, 128 + the signal after one.
     """
     commands = {"run": run, "status": status, "retry": retry, "collect": collect}
     if not arguments or arguments[0] in ("-h", "--help"):

@@ -11,7 +11,7 @@ from typing import Any
 from mhc.grid import folder as folders
 from mhc.grid.folder import STATES
 from mhc.grid.plan import Plan
-from mhc.monitor.writers import duration, read_json
+from mhc.monitor.writers import duration
 
 
 def collect(plan: Plan, workdir: Path, out: Path) -> Counter[str]:
@@ -27,7 +27,7 @@ def collect(plan: Plan, workdir: Path, out: Path) -> Counter[str]:
     for arm, fields in plan.arms.items():
         folder = workdir / arm
         state = folders.state(folder, plan.config(arm).train.steps)
-        summary = read_json(folder / "summary.json") if (folder / "summary.json").is_file() else {}
+        summary = folders.summary(folder)
         lines = folders.record(folder).get("last_lines") if state in ("failed", "halted") else None
         values = {field: fields.get(field, _value(plan.base, field)) for field in varied}
         rows.append(

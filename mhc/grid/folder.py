@@ -22,6 +22,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from mhc.errors import UserError
 from mhc.monitor.writers import read_json, write_json
 
 log = logging.getLogger(__name__)
@@ -111,10 +112,16 @@ def begun(folder: Path) -> bool:
 
 def finished(folder: Path, steps: int) -> bool:
     """Whether a run ended by itself after at least so many steps."""
-    if not (folder / "summary.json").is_file():
-        return False
-    summary = read_json(folder / "summary.json")
-    return summary.get("exit_reason") == "finished" and summary.get("steps", 0) >= steps
+    ended = summary(folder)
+    return ended.get("exit_reason") == "finished" and ended.get("steps", 0) >= steps
+
+
+def summary(folder: Path) -> dict[str, Any]:
+    """What a run's summary.json says; {} where there is none, or none that can be read."""
+    try:
+        return read_json(folder / "summary.json")
+    except UserError:
+        return {}
 
 
 def settled(folder: Path, steps: int) -> str:
@@ -122,6 +129,8 @@ def settled(folder: Path, steps: int) -> str:
     last = record(folder).get("state")
     if finished(folder, steps):
         return "finished"
+    if last == "running" and summary(folder).get("exit_reason") == "halted":
+        return "halted"  # an orphan's end, which no runner recorded
     if last in ("failed", "halted", "submitted"):
         return str(last)
     return "interrupted" if begun(folder) else "pending"

@@ -77,7 +77,7 @@ class Runner:
         self.told = 0  # signals passed on
 
     def run(self) -> int:
-        """Run them. Returns 0 where all are finished, 1 where not, 128 + the signal after one."""
+        """Run them. Returns 0 where all are finished or halted by their guard, 1 where not, 128 + the signal after one."""
         with self._signals():
             while True:
                 self._reap()
@@ -89,8 +89,8 @@ class Runner:
                 elif not self._fill() and not self.running:
                     break
                 time.sleep(_POLL)
-        done = sum(folders.state(self.workdir / arm, steps) == "finished" for arm, steps in self.arms.items())
-        return 0 if done == len(self.arms) else 1
+        ends = {folders.state(self.workdir / arm, steps) for arm, steps in self.arms.items()}
+        return 0 if ends <= {"finished", "halted"} else 1
 
     def _fill(self) -> bool:
         """Start an arm in every free slot. Returns whether an arm is left to run or to wait for."""

@@ -18,32 +18,48 @@ from mhc.monitor.writers import read_jsonl
 
 ROOT = Path(__file__).parents[2]
 ARMS = ("plain,seed=0", "hc,seed=0")
-STEPS = 40
+STEPS = 200
 # What differs between two runs of the same numbers.
 CLOCKS = ("seconds", "tokens_per_second", "mfu", "time")
 
 
-@pytest.fixture
-def grid(tmp_path: Path) -> str:
-    """A grid file of two arms of 2 blocks and width 16 on a text of its own."""
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a grid file of two arms of 2 blocks and width 16, on a text of its own."""
+    folder = tmp_path_factory.mktemp("grid")
     words = [f"word{number * number % 97} goes where word{number % 13} went.\n" for number in range(4000)]
     for part in range(4):
-        (tmp_path / f"{part}.txt").write_text("".join(words[part::4]))
-    (tmp_path / "base.py").write_text(f"""from ml_collections import ConfigDict
-def get_config():
-    return ConfigDict({{
-        'model': {{'layers': 2, 'width': 16}}, 'attention': {{'heads': 2}},
-        'data': {{'source': 'text:{tmp_path}/*.txt', 'sequence_length': 16, 'holdout': 0.3,
-                  'cache_dir': '{tmp_path}/cache'}},
-        'train': {{'steps': {STEPS}, 'batch_size': 8}}, 'checkpoint': {{'every': 5}}, 'validation': {{'every': 10, 'batches': 2}},
-        'monitor': {{'probe_every': 10, 'tensorboard': False}},
-    }})
-""")
-    (tmp_path / "g.py").write_text(
+        (folder / f"{part}.txt").write_text("".join(words[part::4]))
+    base = {
+        "model": {"layers": 2, "width": 16},
+        "attention": {"heads": 2},
+        "data": {
+            "source": f"text:{folder}/*.txt",
+            "sequence_length": 16,
+            "holdout": 0.3,
+            "cache_dir": f"{folder}/cache",
+        },
+        "train": {"steps": STEPS, "batch_size": 8},
+        "checkpoint": {"every": 20},
+        "validation": {"every": 50, "batches": 2},
+        "monitor": {"probe_every": 50, "tensorboard": False},
+    }
+    (folder / "base.py").write_text(
+        f"from ml_collections import ConfigDict\ndef get_config():\n    return ConfigDict({base!r})\n"
+    )
+    (folder / "two.py").write_text(
         "from mhc.grid import *\ndef get_grid():\n"
         "    return Grid('base.py', product(seeds(0), axis('residual.kind', 'plain', 'hc')))\n"
     )
-    return str(tmp_path / "g.py")
+    (folder / "one.py").write_text((folder / "two.py").read_text().replace("'plain', 'hc'", "'plain'"))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def calm(files: Path) -> Path:
+    """The folder of the grid of two arms, run without disturbance."""
+    assert start("run", str(files / "two.py"), "--workdir", str(files / "calm")).wait(timeout=600) == 0
+    return files / "calm"
 
 
 def start(*arguments: str) -> subprocess.Popen[bytes]:
@@ -62,10 +78,11 @@ def record(folder: Path) -> dict[str, Any]:
     return json.loads((folder / "arm.json").read_text())
 
 
-def test_an_arm_trains_and_is_collected(grid: str, tmp_path: Path) -> None:
+def test_an_arm_trains_and_is_collected(files: Path, tmp_path: Path) -> None:
     workdir = tmp_path / "w"
-    Path(grid).write_text(Path(grid).read_text().replace("'plain', 'hc'", "'plain'"))
-    assert start("run", grid, "--workdir", str(workdir), "--config.train.steps=3").wait(timeout=300) == 0
+    assert (
+        start("run", str(files / "one.py"), "--workdir", str(workdir), "--config.train.steps=3").wait(timeout=300) == 0
+    )
     assert start("collect", "--workdir", str(workdir)).wait(timeout=60) == 0
     with (workdir / "results.csv").open() as file:
         (row,) = csv.DictReader(file)
@@ -75,22 +92,23 @@ def test_an_arm_trains_and_is_collected(grid: str, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("orphan", ["lives", "dies"])
-def test_a_grid_killed_in_the_middle_ends_as_an_undisturbed_one(orphan: str, grid: str, tmp_path: Path) -> None:
+def test_a_grid_killed_in_the_middle_ends_as_an_undisturbed_one(
+    orphan: str, files: Path, calm: Path, tmp_path: Path
+) -> None:
     """kill -9 of the runner while the first arm trains, then the same command again: every arm finishes once."""
-    calm, killed = tmp_path / "calm", tmp_path / "killed"
-    assert start("run", grid, "--workdir", str(calm)).wait(timeout=600) == 0
-
-    runner = start("run", grid, "--workdir", str(killed))
+    killed = tmp_path / "killed"
+    command = ("run", str(files / "two.py"), "--workdir", str(killed))
+    runner = start(*command)
     metrics = killed / ARMS[0] / "metrics.jsonl"
     limit = time.monotonic() + 300
-    while not metrics.exists() or metrics.read_bytes().count(b"\n") < 7:
+    while not metrics.exists() or metrics.read_bytes().count(b"\n") < 30:
         assert time.monotonic() < limit and runner.poll() is None
         time.sleep(0.01)
     runner.kill()
     runner.wait(timeout=60)
     if orphan == "dies":
         os.kill(record(killed / ARMS[0])["pid"], signal.SIGKILL)
-    assert start("run", grid, "--workdir", str(killed)).wait(timeout=600) == 0
+    assert start(*command).wait(timeout=600) == 0
 
     for arm in ARMS:
         for name in ("metrics", "probes"):

@@ -125,6 +125,7 @@ def test_what_failed_runs_again_only_when_asked(tmp_path: Path) -> None:
     assert run(tmp_path, "a", "b", "c")[0] == 1
     assert len(starts(tmp_path)) == 3
     assert run(tmp_path, "b", retry=("b",))[0] == 0
+    assert run(tmp_path, "a", "b", "c")[0] == 0  # a halt is an end that the arm came to by itself
     assert names(tmp_path)[3:] == ["b"]
     assert folders.record(tmp_path / "b")["attempts"] == 2
     assert states(tmp_path, "a", "b", "c") == ["finished", "finished", "halted"]
@@ -245,6 +246,14 @@ def test_an_orphan_keeps_its_accelerator(tmp_path: Path, runner: Callable[..., s
     slots = [Slot({"CUDA_VISIBLE_DEVICES": number}, (f"cuda:{number}",)) for number in "01"]
     assert run(tmp_path, "b", "c", slots=slots)[0] == 0
     assert {start["arm"]: start["cuda"] for start in starts(tmp_path)[1:]} == {"b": "1", "c": "1"}
+
+
+def test_an_orphan_that_its_guard_halted_is_not_continued(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / folders.RECORD).write_text('{"state": "running"}')
+    assert states(tmp_path, "a") == ["interrupted"]
+    (tmp_path / "a" / "summary.json").write_text('{"exit_reason": "halted", "steps": 10}')
+    assert states(tmp_path, "a") == ["halted"]
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
