@@ -24,7 +24,7 @@ def separation(streams: jax.Array) -> tuple[float, float]:
     n = x.shape[-2]
     pairs = [(i, j) for i in range(n) for j in range(i)]
     differences = [np.linalg.norm(x[..., i, :] - x[..., j, :]) / np.linalg.norm(x[..., i, :]) for i, j in pairs]
-    return min(differences), max(differences)
+    return float(min(differences)), float(max(differences))
 
 
 def entries(group: Group, grads: dict[str, Any]) -> dict[str, np.ndarray]:

@@ -1,7 +1,7 @@
 """Golden values: float64 arrays made by an independent reference that shares no code with this project.
 
-``tests/golden/README.md`` says what each file holds. They may change only with the mathematics that they state, never to
-make a test pass.
+``tests/golden/README.md`` says what each file holds. They may change only with the mathematics that they state, never
+to make a test pass.
 """
 
 from __future__ import annotations
