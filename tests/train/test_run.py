@@ -141,9 +141,9 @@ def test_the_restored_model_has_the_saved_loss(reference):
 # Interrupted runs -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("step", [1, 5, 12])
+@pytest.mark.parametrize("step", [1, 12])
 def test_a_crashed_run_continues_bit_for_bit(step, corpus, reference, tmp_path):
-    """Before the first checkpoint, after one, and at the last step."""
+    """Before the first checkpoint and at the last step; between them: the next test."""
     interrupted(config(corpus), tmp_path / "run", step)
     assert run(config(corpus), tmp_path / "run") == 0
     assert_equal_runs(tmp_path / "run", reference)
