@@ -2,8 +2,9 @@
 
     python -m eval.compare RUN_OR_FOLDER [...] [--out DIR] [--no_recompute]
 
-A folder that holds config.json is a run; in any other folder all runs below it are taken. report.html, summary.json and
-figures/*.png go to the folder that the runs have in common, or to --out.
+A folder that holds config.json is a run; in any other folder all runs below it are taken. report.html, summary.json,
+figures/*.png and data/*.csv (what each figure draws, and the tables) go to the folder that the runs have in common, or
+to --out.
 """
 
 from __future__ import annotations
@@ -14,19 +15,22 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from eval.figures import draw
+from eval import tables
+from eval.figures import CROWD, draw
 from eval.findings import findings
 from eval.ngram import baselines
 from eval.recompute import Recomputed, recompute
 from eval.report import render
 from eval.runs import Arm, load, measures
+from eval.spikes import history
+from eval.topologies import paired, topologies
 from mhc.config import DataConfig
 from mhc.errors import UserError
 from mhc.monitor.writers import read_json, write_json
 
 
 def compare(paths: Sequence[str | Path], out: str | Path | None = None, *, recompute_gains: bool = True) -> Path:
-    """Write report.html, summary.json and figures/ for the runs in or under ``paths``.
+    """Write report.html, summary.json, figures/ and data/ for the runs in or under ``paths``.
 
     Args:
         paths: run folders, or folders with runs below them.
@@ -40,24 +44,31 @@ def compare(paths: Sequence[str | Path], out: str | Path | None = None, *, recom
         UserError: no run, a file that cannot be read or written, or an ``out`` that is itself a run.
     """
     root, arms, warnings = load(paths)
+    everyone = topologies(arms)
+    pairs = paired(everyone)
+    histories = [history(arm) for arm in arms]
     target = root if out is None else Path(out).resolve()
     _check_target(target)
     table = {arm.name: measures(arm) for arm in arms}
     recomputed: dict[str, Recomputed] | None = None
     if recompute_gains:
         recomputed = {}
-        for arm in arms:
+        # Each is a model to compile: of many arms, one a topology.
+        for arm in arms if len(arms) <= CROWD else [topology.arms[0] for topology in everyone]:
             _say(f"recomputing gains of {arm.name} …")
             recomputed[arm.name] = recompute(arm)
     _say("counting n-gram baselines …")
     models = baselines(_data_config(arms[0]))
+    for one in histories:
+        table[one.arm] |= {"loss_events": len(one.loss_events), "rewinds": len(one.rewinds)}
     for name, row in table.items():
-        result = recomputed[name] if recomputed is not None else None
+        result = recomputed.get(name) if recomputed is not None else None
         row["recomputed_gain_difference"] = result.difference if result else None
         row["recomputed_gains"] = result.peaks if result else None
-    found = findings(arms, table, models, recomputed, warnings)
+    found = findings(arms, table, models, recomputed, warnings, everyone, pairs, histories)
     summary: dict[str, Any] = {
         "arms": table,
+        "topologies": {topology.label: tables.topology(topology, everyone, pairs) for topology in everyone},
         "baselines": {"unigram": models.unigram, "bigram": models.bigram},
         "findings": [finding.text for finding in found if not finding.warning],
         "warnings": [finding.text for finding in found if finding.warning],
@@ -66,9 +77,11 @@ def compare(paths: Sequence[str | Path], out: str | Path | None = None, *, recom
         summary["baselines"]["reason"] = models.reason
     try:
         target.mkdir(parents=True, exist_ok=True)
-        figures = draw(arms, models, target / "figures")
+        figures = draw(arms, everyone, pairs, histories, models, target / "figures", target / "data")
+        tables.write(target / "data", everyone, pairs, histories)
         report = target / "report.html"
-        report.write_text(render(_title(arms, target), arms, table, found, figures, models, recomputed), "utf-8")
+        page = render(_title(arms, target), arms, table, found, figures, models, recomputed, everyone, pairs, histories)
+        report.write_text(page, "utf-8")
         write_json(target / "summary.json", summary)
     except OSError as error:
         raise UserError(f"{error.filename or target}: cannot be written ({error.strerror}); give --out") from error
@@ -78,7 +91,7 @@ def compare(paths: Sequence[str | Path], out: str | Path | None = None, *, recom
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line; returns the exit code."""
     parser = _Parser(
-        prog="python -m eval.compare", description="Compare runs: report.html, summary.json, figures/*.png."
+        prog="python -m eval.compare", description="Compare runs: report.html, summary.json, figures/*.png, data/*.csv."
     )
     parser.add_argument("paths", nargs="+", metavar="RUN_OR_FOLDER", help="a run, or a folder with runs below it")
     parser.add_argument(

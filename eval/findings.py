@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,14 +12,15 @@ import numpy as np
 
 from eval.ngram import Baselines
 from eval.recompute import Recomputed
-from eval.runs import Arm, differing_fields, twins
+from eval.runs import Arm, differing_fields
+from eval.spikes import History, monitors
+from eval.topologies import Paired, Topology
 
 AGREEMENT = 1e-4  # relative difference up to which recomputed gains count as the logged ones
 
 Measures = Mapping[str, Mapping[str, Any]]
 
-_SEEDS = ("seed.init", "seed.data")
-_LISTED = 4  # comparisons over seeds that are said in sentences
+_LISTED = 6  # comparisons over seeds that are said in sentences
 _NOT_DATA = ("data.prefetch", "data.cache_dir")  # change neither text nor order
 
 
@@ -36,14 +38,20 @@ def findings(
     baselines: Baselines,
     recomputed: Mapping[str, Recomputed] | None,
     warnings: Sequence[str],
+    everyone: Sequence[Topology],
+    pairs: Sequence[Paired],
+    histories: Sequence[History],
 ) -> list[Finding]:
     """Sentences for the top of the report, the most important first; warnings last."""
+    single = all(len(topology.every_arm) == 1 for topology in everyone)
     out = [
-        *_ranking(arms, measures),
-        *_seeds(arms, measures),
+        *(_ranking(arms, measures) if single else _topology_ranking(everyone)),
+        *_seeds(everyone, pairs),
+        *_rates(everyone),
         *_against_baselines(arms, measures, baselines),
         *_gains(arms, measures),
         *_health(arms, measures),
+        *_events(histories),
         *_speed(arms, measures),
         *_recomputed(arms, recomputed),
     ]
@@ -61,74 +69,9 @@ def number(value: float | None, digits: int = 4) -> str:
         return f"{value:.{digits - 1}g}"
     if abs(value) >= 10 ** (digits - 1):
         return f"{value:,.0f}"
-    places = digits - 1 - (math.floor(math.log10(abs(value))) if value else 0)
+    rounded = abs(float(f"{value:.{digits - 1}e}"))  # 0.0999… is 0.1, which has a digit less behind the point
+    places = digits - 1 - (math.floor(math.log10(rounded)) if value else 0)
     return f"{value:.{max(places, 0)}f}"
-
-
-def groups(arms: Sequence[Arm]) -> dict[str, list[Arm]]:
-    """Arms that differ in their seeds alone, under a label made of the kind and of what tells its groups apart."""
-    out: dict[str, list[Arm]] = {}
-    for arm in arms:
-        same_kind = [other for other in arms if other.kind == arm.kind]
-        varying = [field for field in differing_fields(same_kind) if field not in _SEEDS]
-        details = ", ".join(f"{field.split('.')[-1]} {arm.flat.get(field)}" for field in varying)
-        out.setdefault(f"{arm.kind} ({details})" if details else arm.kind, []).append(arm)
-    return out
-
-
-@dataclasses.dataclass(frozen=True)
-class OverSeeds:
-    """Validation bits per byte of the arms that differ in their seeds alone.
-
-    Attributes:
-        label: the kind, and what else tells the group from the others.
-        n: seeds with a finite result.
-        mean, std: over those seeds; std (n − 1 in the denominator) is None for one seed.
-        differences: the group's result minus that of the plain arm that differs in the residual alone, for every seed
-            that has both.
-        verdict: what the differences allow to say; empty when there are fewer than two.
-    """
-
-    label: str
-    n: int
-    mean: float | None
-    std: float | None
-    differences: tuple[float, ...]
-    verdict: str
-
-
-def over_seeds(arms: Sequence[Arm], measures: Measures) -> list[OverSeeds]:
-    """One entry per group of arms that differ in their seeds alone."""
-    out = []
-    scored = _scored(arms, measures)
-    for label, group in groups(arms).items():
-        values = [scored[arm.name] for arm in group if arm.name in scored]
-        differences = []
-        for arm in group if group[0].kind != "plain" else []:
-            pair = [other.name for other in twins(arm, arms)]
-            if len(pair) == 1 and pair[0] in scored and arm.name in scored:
-                differences.append(scored[arm.name] - scored[pair[0]])
-        out.append(
-            OverSeeds(
-                label,
-                len(values),
-                float(np.mean(values)) if values else None,
-                float(np.std(values, ddof=1)) if len(values) > 1 else None,
-                tuple(differences),
-                _verdict(differences),
-            )
-        )
-    return out
-
-
-def _verdict(differences: Sequence[float]) -> str:
-    """By the sign test alone: n equal signs come up by chance once in 2^(n−1) times."""
-    n, lower = len(differences), sum(difference < 0 for difference in differences)
-    if n < 2:
-        return ""
-    if lower not in (0, n):
-        return "the seeds do not separate the two"
-    return f"all {n} seeds agree in sign, as they would by chance once in {2 ** (n - 1)} times"
 
 
 def _ranking(arms: Sequence[Arm], measures: Measures) -> list[str]:
@@ -166,22 +109,94 @@ def _scored(arms: Sequence[Arm], measures: Measures) -> dict[str, float]:
     return dict(sorted(known.items(), key=lambda item: item[1]))
 
 
-def _seeds(arms: Sequence[Arm], measures: Measures) -> list[str]:
-    results = over_seeds(arms, measures)
-    if all(result.n <= 1 for result in results):
+def _topology_ranking(everyone: Sequence[Topology]) -> list[str]:
+    known = [topology for topology in everyone if math.isfinite(topology.best.mean)]
+    if not known:
+        return ["No topology has a finite validation result at any rate yet."]
+    best, *others = sorted(known, key=lambda topology: topology.best.mean)
+    n = len(best.best.scores)
+    at = f" at rate {best.best.lr:g}" if len(best.rates) > 1 else ""
+    text = (
+        f"{best.label}{at} has the lowest validation bits per byte, {best.best.mean:.4f} "
+        f"({f'mean over {n} seeds' if n > 1 else 'one seed'})"
+    )
+    rest = [f"{other.best.mean - best.best.mean:.4f} under {other.label}" for other in others[:3]]
+    if len(others) > 3:
+        rest.append(f"{others[-1].best.mean - best.best.mean:.4f} under the last, {others[-1].label}")
+    failed = [topology.label for topology in everyone if math.isinf(topology.best.mean)]
+    return [
+        f"{text}, {_join(rest)}." if rest else f"{text}.",
+        *([f"At every rate a seed of {_join(failed)} diverged or was halted."] if failed else []),
+    ]
+
+
+def _seeds(everyone: Sequence[Topology], pairs: Sequence[Paired]) -> list[str]:
+    if all(len(topology.best.scores) <= 1 for topology in everyone):
         return [
             "Every arm ran with one seed, so a difference in loss between two arms cannot be told from the spread "
             "between seeds. Repeat with several seeds before ranking the arms."
+            if all(len(topology.rates) == 1 for topology in everyone)
+            else "Every topology has one seed at each rate, so a difference in loss between two cannot be told from "
+            "the spread between seeds. Repeat with several seeds before ranking them."
         ]
-    paired = [result for result in results if len(result.differences) > 1]
-    out = [
-        f"{result.label} minus plain, paired by seed: {np.mean(result.differences):+.4f} bits per byte (from "
-        f"{min(result.differences):+.4f} to {max(result.differences):+.4f}); {result.verdict}."
-        for result in paired[:_LISTED]
-    ]
-    if len(paired) > _LISTED:
-        out.append(f"The table over seeds holds {len(paired) - _LISTED} more of these comparisons.")
+    out = []
+    for pair in pairs[:_LISTED]:
+        out.append(f"{pair.topology} minus {pair.reference}: {pair.mean:+.4f} bits per byte; {pair.verdict}.")
+    if len(pairs) > _LISTED:
+        apart = [pair.topology for pair in pairs if pair.separated]
+        out.append(
+            f"Of all {len(pairs)} comparisons to plain, seeds separate {_join(apart) if apart else 'none'}; the table "
+            "of topologies holds the rest."
+        )
     return out
+
+
+def _rates(everyone: Sequence[Topology]) -> list[str]:
+    known = [topology for topology in everyone if topology.sensitivity is not None]
+    if not known:
+        return []
+    parts = [f"{topology.label} {number(topology.sensitivity, 3)}" for topology in known]
+    text = f"Learning-rate sensitivity (nats lost to the best rate, on average over the rates tried): {_join(parts)}."
+    edge = [f"{topology.label} ({topology.best.lr:g})" for topology in known if topology.at_edge]
+    if edge:
+        text += f" The best rate is the smallest or largest tried for {_join(edge)}: a better one may lie beyond."
+    return [text]
+
+
+def _events(histories: Sequence[History]) -> list[str]:
+    """Loss events by cause, who led them, false alarms, and what was done."""
+    events = [episode for one in histories for episode in one.loss_events]
+    alone = sum(len(one.episodes) - len(one.loss_events) for one in histories)
+    out = []
+    if events:
+        causes = Counter(episode.cause for episode in events)
+        listed = _join([f"{count} {cause}" for cause, count in causes.most_common()])
+        text = f"{_count(len(events), 'loss event')} (flagged by z-score, or non-finite), by cause: {listed}."
+        leaders = Counter(episode.leader or "no monitor" for episode in events)
+        text += f" Crossed first: {_join([f'{name} {count} times' for name, count in leaders.most_common()])}."
+        out.append(text)
+    if alone:
+        out.append(f"{_count(alone, 'time')} the gradient norm alone was flagged, and the loss was not.")
+    alarms = [(one.monitor, one.false_alarms, one.crossings) for one in monitors(histories) if one.false_alarms]
+    if alarms:
+        listed = _join([f"{name} {false} of {of}" for name, false, of in alarms])
+        out.append(f"Crossings that no loss event followed within the window (false alarms): {listed}.")
+    acted = [
+        f"{_count(sum(one.skipped for one in histories), 'update')} left out",
+        f"{_count(sum(one.clipped for one in histories), 'step')} scaled by the zclip rule",
+        f"{_count(sum(len(one.rewinds) for one in histories), 'rewind')}",
+        f"{_count(sum(one.halted is not None for one in histories), 'arm')} halted",
+    ]
+    acted = [words for words in acted if not words.startswith("0 ")]
+    if acted:
+        out.append(f"What was done: {_join(acted)}.")
+    elif events:
+        out.append("Nothing was done about them but to log them.")
+    return out
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def _gains(arms: Sequence[Arm], measures: Measures) -> list[str]:
@@ -292,4 +307,6 @@ def _under(margin: float) -> str:
 
 
 def _join(parts: Sequence[str]) -> str:
+    if len(parts) > 9:
+        parts = [*parts[:7], f"{len(parts) - 7} more"]
     return parts[0] if len(parts) == 1 else f"{', '.join(parts[:-1])} and {parts[-1]}"

@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import base64
 import html
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from eval.figures import Drawn, Style, styles
-from eval.findings import Finding, Measures, number, over_seeds
+from eval.figures import Drawn, parameters, relative_cost, speed, styles, topology_colours
+from eval.findings import Finding, Measures, number
 from eval.ngram import Baselines
 from eval.recompute import PRESETS, Recomputed
 from eval.runs import Arm, differing_fields
+from eval.sheet import Style
+from eval.spikes import GAP, History, monitors
+from eval.topologies import Paired, Topology
 from mhc.monitor.writers import duration
+
+MOST_EVENTS = 60  # rows of the page's table
 
 _CSS = """
 :root { color-scheme: light; }
@@ -23,6 +29,7 @@ main { max-width: 1100px; margin: 0 auto; padding: 28px 10px 60px; }
 h1 { font-size: 25px; line-height: 1.25; margin: 0 0 2px; }
 h2 { font-size: 18px; margin: 34px 0 8px; padding-top: 12px; border-top: 1px solid #ddd; }
 h3 { font-size: 15px; margin: 0 0 4px; }
+.scroll + h3, .note + h3 { margin-top: 18px; }
 .lead { color: #666; margin: 0 0 18px; }
 .findings { padding-left: 20px; margin: 0; }
 .findings li { margin: 5px 0; }
@@ -37,11 +44,16 @@ table { border-collapse: collapse; font-size: 12.5px; line-height: 1.35; font-va
 th, td { padding: 5px 7px; text-align: right; border-bottom: 1px solid #e6e6e6; white-space: nowrap; }
 th { vertical-align: bottom; font-weight: 600; color: #444; border-bottom-color: #aaa; }
 th:first-child, td:first-child, .text { text-align: left; }
+td.label { white-space: normal; min-width: 130px; }
 td svg { vertical-align: middle; margin-right: 7px; }
 td.best { font-weight: 650; }
 td.note, p.note { color: #666; font-size: 13px; }
 .unfinished { color: #9a4b00; }
 code { font: 12.5px ui-monospace, SFMono-Regular, Menlo, Consolas, monospace; }
+details { margin: 14px 0; }
+details > summary { cursor: pointer; font-weight: 600; font-size: 16px; padding: 6px 0; }
+.swatch { display: inline-block; width: 11px; height: 11px; border-radius: 2px; margin-right: 7px;
+  vertical-align: -1px; }
 @media (max-width: 760px) { .figures { grid-template-columns: 1fr; } }
 """
 
@@ -65,6 +77,17 @@ says nothing about training, while the columns, and so the <b>backward</b> gain,
 carries the error. Judge each preset by the direction that is not exact.</p>
 <p>At <b>sublayer 0</b> all streams are still copies of the embedding. Mixing copies can only rescale them, by the row
 sums of H_res, which are 1 for mHC: the map is inert there, whatever gain it shows. The figures over depth shade it.</p>
+<p><b>Topologies</b> are arms that differ in learning rate and seeds alone. Each is judged at its own best rate, the one
+with the lowest mean of the final validation over its seeds; a rate at which a seed diverged or was halted is never the
+best. Differences to plain are taken seed by seed (same data order, same initial weights of everything but the maps),
+and the 95 % interval of their mean is Student's t with n − 1 degrees of freedom. Where it includes 0 the seeds do not
+separate the two; one seed separates nothing. Three seeds find only differences that are large against their spread; of
+twenty comparisons one excludes 0 by chance; and a best rate picked on the validation set it is then judged by flatters
+the topology with more rates. <b>Learning-rate sensitivity</b> is the mean over the rates of min(final validation loss,
+loss before training), minus the lowest (arXiv:2309.14322); the loss before training is that of step 1.</p>
+<p><b>Loss events</b> are what the run itself flagged: a loss or gradient norm more than its z-score threshold above the
+steps before, or anything non-finite. Causes are the run's too, by rules of fixed order (docs/stability.md). A topology
+that never spikes at this size has not been shown to be stable at a larger one.</p>
 <p><b>Bits per byte</b> is the validation loss in bits divided by the bytes of text predicted, so that tokenisers can be
 compared. <b>Spike score</b> is the share of steps whose loss lies more than 7 standard deviations from the mean of the
 1000 steps before it, non-finite losses included. Seconds and tokens per second are those of the machine at that time;
@@ -80,13 +103,25 @@ def render(
     figures: Sequence[Drawn],
     baselines: Baselines,
     recomputed: Mapping[str, Recomputed] | None,
+    everyone: Sequence[Topology],
+    pairs: Sequence[Paired],
+    histories: Sequence[History],
 ) -> str:
     """The whole HTML document, figures inside."""
-    look = styles(arms)
+    look = styles(everyone)
     sentences = "".join(f"<li>{_text(finding.text)}</li>" for finding in found if not finding.warning)
     warnings = "".join(f'<p class="warning">{_text(finding.text)}</p>' for finding in found if finding.warning)
-    pictures = "".join(map(_figure, figures))
+    main, stability, stream = (
+        f'<div class="figures">{"".join(_figure(one) for one in figures if one.section == section)}</div>'
+        for section in ("main", "stability", "stream")
+    )
     count = f"{len(arms)} arm{'s' if len(arms) != 1 else ''}"
+    deep = (
+        "<details><summary>Inside the stream: distances to identity and uniform, effective streams and rank, "
+        f"activations, attention, gradients per sublayer</summary>{stream}</details>"
+        if any(one.section == "stream" for one in figures)
+        else ""
+    )
     return f"""<!doctype html>
 <html lang="en">
 <head>
@@ -101,16 +136,25 @@ def render(
 <p class="lead">Comparison of {count}: residual topologies trained side by side.</p>
 {warnings}
 <ul class="findings">{sentences}</ul>
-<h2>Arms</h2>
-{_arms_table(arms, measures, look)}
+<h2>Topologies</h2>
+{_topologies_table(everyone, pairs, measures)}
 {_baselines_note(baselines)}
-{_seeds_table(arms, measures)}
-<h2>Figures</h2>
-<div class="figures">{pictures}</div>
-<h2>Gains recomputed from the final checkpoints</h2>
+<h2>Curves</h2>
+{main}
+<h2>Stability</h2>
+{_events_section(histories)}
+{stability}
+{deep}
+<h2>Details</h2>
+<details{" open" if len(arms) <= 6 else ""}><summary>Every arm</summary>
+{_arms_table(arms, measures, look)}
+</details>
+<details{" open" if len(arms) <= 6 else ""}><summary>Gains recomputed from the final checkpoints</summary>
 {_recomputed_table(arms, recomputed, look)}
-<h2>How the configurations differ</h2>
+</details>
+<details{" open" if len(arms) <= 6 else ""}><summary>How the configurations differ</summary>
 {_differences_table(arms, look)}
+</details>
 <h2>How to read this</h2>
 {_HOW_TO_READ}
 </main>
@@ -207,35 +251,181 @@ def _baselines_note(baselines: Baselines) -> str:
     return f'<p class="note">{text}</p>'
 
 
-def _seeds_table(arms: Sequence[Arm], measures: Measures) -> str:
-    results = over_seeds(arms, measures)
-    if all(result.n <= 1 for result in results):
-        return ""
+def _topologies_table(everyone: Sequence[Topology], pairs: Sequence[Paired], measures: Measures) -> str:
+    colours = topology_colours(everyone)
+    by_label = {pair.topology: pair for pair in pairs}
+    finite = [topology.best.mean for topology in everyone if math.isfinite(topology.best.mean)]
+    rated = any(len(topology.rates) > 1 for topology in everyone)
     rows = []
-    for result in results:
-        differences = result.differences
-        span = f"{min(differences):+.4f} to {max(differences):+.4f}" if differences else "–"
+    for topology in everyone:
+        pair = by_label.get(topology.label)
+        cost = relative_cost(topology, everyone) or (None, None)
+        mean = topology.best.mean
+        leads = len(finite) > 1 and mean == min(finite)
+        score = "diverged" if math.isinf(mean) else "–" if math.isnan(mean) else number(mean, 5)
+        std = topology.std
+        spread = "" if std is None else f" ± {number(std, 2)}"
+        peaks = [
+            [value for arm in topology.arms if (value := measures[arm.name][f"peak_{way}_gain"]) is not None]
+            for way in ("forward", "backward")
+        ]
+        total = parameters(topology)
+        swatch = f'<span class="swatch" style="background:{colours[topology.label]}"></span>'
+        row = [
+            f'<td class="label">{swatch}{_text(topology.label)}</td>',
+            _cell(str(len(topology.arms))),
+            f"<td{' class=best' if leads else ''}>{score}{spread}</td>",
+            _cell(f"{pair.mean:+.4f}" if pair else "–"),
+            _cell(f"{pair.interval[0]:+.4f} to {pair.interval[1]:+.4f}" if pair and pair.interval else "–"),
+            f'<td class="text note">{_text(_short_verdict(pair))}</td>',
+            _cell(" / ".join(number(max(values)) if values else "–" for values in peaks)),
+            _cell(str(sum(measures[arm.name]["loss_events"] for arm in topology.arms))),
+            _cell(number(speed(topology), 3) + (f" ({cost[0]:.2f}×)" if cost[0] is not None else "")),
+            _cell((f"{total:,.0f}" if total else "–") + (f" ({cost[1] - 1:+.1%})" if cost[1] is not None else "")),
+        ]
+        if rated:
+            edge = ", the edge" if topology.at_edge else ""
+            row[1:1] = [
+                _cell(f"{topology.best.lr:g} (of {len(topology.rates)}{edge})"),
+                _cell(number(topology.sensitivity, 3)),
+            ]
+        rows.append(row)
+    header = [
+        "topology",
+        "seeds",
+        "val. bits per byte<br>(mean ± s.d.)",
+        "minus plain<br>(paired)",
+        "95 % interval<br>of the mean",
+        '<th class="text">sepa-<br>rated?</th>',
+        "peak gain<br>forw. / backw.",
+        "loss<br>events",
+        "tokens/s<br>(of plain)",
+        "parameters<br>(over plain)",
+    ]
+    if rated:
+        header[1:1] = ["best rate", "lr sensi-<br>tivity"]
+    return _table(header, rows)
+
+
+def _short_verdict(pair: Paired | None) -> str:
+    if pair is None:
+        return ""
+    if pair.interval is None:
+        return "one seed"
+    return "yes" if pair.separated else "no"
+
+
+def _events_section(histories: Sequence[History]) -> str:
+    """Loss events with their lead times, the record of each monitor, and what was done."""
+    episodes = [(one, episode) for one in histories for episode in one.episodes]
+    crossings = [crossing for one in histories for crossing in one.crossings]
+    if not episodes and not crossings:
+        return "<p>No loss and no gradient norm was flagged, and no monitor crossed its threshold, in any arm.</p>"
+    windows = sorted({one.window for one in histories})
+    window = f"{windows[0]} steps" if len(windows) == 1 else f"{windows[0]} to {windows[-1]} steps, by the arm's probes"
+    rows = []
+    for one, episode in episodes[:MOST_EVENTS]:
+        steps = f"{episode.first:,}" if episode.first == episode.last else f"{episode.first:,}–{episode.last:,}"
+        leads = sorted(episode.leads.items(), key=lambda item: -item[1])
+        first = f"{leads[0][0]}, {_steps_before(leads[0][1])}" if leads else "–"
+        others = ", ".join(f"{name} {lead}" for name, lead in leads[1:]) or "–"
+        standing = ", ".join(f"{name} since {since:,}" for name, since in episode.standing.items()) or "–"
+        cause = f"{episode.cause}: {episode.tensor}" if episode.tensor else episode.cause
+        undone = " (undone)" if episode.undone else ""
         rows.append(
             [
-                f"<td>{_text(result.label)}</td>",
-                _cell(str(result.n)),
-                _cell(number(result.mean, 5)),
-                _cell(number(result.std, 2)),
-                _cell(f"{sum(differences) / len(differences):+.4f}" if differences else "–"),
-                _cell(span),
-                f'<td class="text note">{_text(result.verdict)}</td>',
+                f"<td>{_text(one.arm)}</td>",
+                _cell(steps),
+                _cell(f"{episode.loss_step:,}" if episode.loss_step is not None else "–"),
+                f'<td class="text">{_text(cause)}</td>',
+                f'<td class="text">{_text(first if episode.loss_step is not None else "–")}</td>',
+                f'<td class="text">{_text(others)}</td>',
+                f'<td class="text">{_text(standing)}</td>',
+                f'<td class="text">{_text(episode.action + undone)}</td>',
+                f'<td class="text"><code>{_text(episode.batch or "–")}</code></td>',
             ]
         )
     header = [
-        "group",
-        "seeds",
-        "bits per byte<br>(mean)",
-        "standard<br>deviation",
-        "minus plain<br>(paired by seed)",
-        "range",
-        '<th class="text"></th>',
+        "arm",
+        "flagged<br>steps",
+        "loss at<br>step",
+        *(
+            f'<th class="text">{words}</th>'
+            for words in (
+                "cause",
+                "crossed first,<br>before the loss",
+                "others",
+                "standing",
+                "action",
+                "batch",
+            )
+        ),
     ]
-    return "<h2>Over seeds</h2>" + _table(header, rows)
+    out = "<h3>Loss events and what led up to them</h3>"
+    out += _table(header, rows) if rows else "<p>None: no loss and no gradient norm was flagged in any arm.</p>"
+    if len(episodes) > MOST_EVENTS:
+        out += f'<p class="note">The first {MOST_EVENTS} of {len(episodes)}; data/events.csv holds all.</p>'
+    out += (
+        f'<p class="note">Flagged steps no more than {GAP} apart are one event. A crossing leads a loss event that '
+        f"comes within the window of {window} (two probes, at least 32 steps); without one it is a false alarm, and "
+        "undecided where the run ended first. Standing: past its threshold since before the window. No loss step: the "
+        "gradient norm alone was flagged. Undone: a rewind threw the step away. Monitors of the probes are as fine as "
+        "the probes' spacing. <code>python -m eval.replay RUN --step s</code> does a step again.</p>"
+    )
+    records = monitors(histories)
+    if records:
+        body = [
+            [
+                f"<td>{_text(record.monitor)}</td>",
+                *(
+                    _cell(str(n))
+                    for n in (record.crossings, record.led, record.false_alarms, record.undecided, record.missed)
+                ),
+                _cell(number(record.lead, 3)),
+            ]
+            for record in records
+        ]
+        out += "<h3>Monitors over all arms</h3>" + _table(
+            [
+                "monitor",
+                "crossings",
+                "led a<br>loss event",
+                "false<br>alarms",
+                "undecided",
+                "events<br>missed",
+                "median lead<br>(steps)",
+            ],
+            body,
+        )
+    acted = [one for one in histories if one.skipped or one.clipped or one.rewinds or one.halted is not None]
+    if acted:
+        body = []
+        for one in acted:
+            rewinds = "; ".join(f"{at:,} → {to:,}, {left} batches left out" for at, to, left in one.rewinds) or "–"
+            body.append(
+                [
+                    f"<td>{_text(one.arm)}</td>",
+                    _cell(str(one.skipped)),
+                    _cell(str(one.clipped)),
+                    f'<td class="text">{_text(rewinds)}</td>',
+                    f'<td class="text">{_text(one.halted if one.halted is not None else "–")}</td>',
+                ]
+            )
+        out += "<h3>What was done</h3>" + _table(
+            [
+                "arm",
+                "updates<br>left out",
+                "steps<br>clipped",
+                '<th class="text">rewinds</th>',
+                '<th class="text">halted</th>',
+            ],
+            body,
+        )
+    return out + "<p></p>"
+
+
+def _steps_before(lead: int) -> str:
+    return "at the same step" if lead == 0 else f"{lead} step{'' if lead == 1 else 's'} before"
 
 
 def _recomputed_table(
@@ -245,6 +435,8 @@ def _recomputed_table(
         return "<p>Skipped (<code>--no_recompute</code>).</p>"
     rows = []
     for arm in arms:
+        if arm.name not in recomputed:
+            continue
         result = recomputed[arm.name]
         own = arm.preset or arm.kind
         views = [own] if arm.preset is None else list(PRESETS)
@@ -278,6 +470,8 @@ def _recomputed_table(
         "probe batch. For mhc the same parameters are also projected with the other preset: the direction that is "
         "exact swaps.</p>"
     )
+    if len(recomputed) < len(arms):
+        note += '<p class="note">One arm of each topology, the first seed at its best rate.</p>'
     return _table(header, rows) + note
 
 

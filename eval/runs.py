@@ -21,6 +21,10 @@ from mhc.monitor.writers import read_json, read_jsonl
 Floats = NDArray[np.float64]
 
 DIRECTIONS = ("forward", "backward")
+RATE = "optimizer.lr"
+SEEDS = ("seed.init", "seed.data")
+# Fields (ending in a dot: groups) that change neither what is trained nor on what.
+IMMATERIAL = ("checkpoint.", "validation.", "monitor.", "mesh.", "data.prefetch", "data.cache_dir")
 KIND_ORDER = ("plain", "hc", "mhc")  # these first, any other kind after them by name
 
 
@@ -35,6 +39,7 @@ class Arm:
         metrics: one record a step.
         probes: one record a probe.
         summary: what the run wrote at its end; None when it has not ended.
+        events: spikes, crossings of monitors, rewinds, resumes and the like, as they happened.
     """
 
     name: str
@@ -43,6 +48,7 @@ class Arm:
     metrics: Sequence[Mapping[str, Any]]
     probes: Sequence[Mapping[str, Any]]
     summary: Mapping[str, Any] | None
+    events: Sequence[Mapping[str, Any]] = ()
 
     @property
     def kind(self) -> str:
@@ -87,11 +93,20 @@ class Arm:
 
     def gains(self, direction: str) -> tuple[Floats, Floats]:
         """(probe steps [P], token-mean composite gain [P, S]); P = 0 when the run has no probes."""
-        key = f"gain/{direction}_composite_mean"
-        rows = [row for row in self.probes if key in row]
+        return self.probe(f"gain/{direction}_composite_mean")
+
+    def probe(self, key: str) -> tuple[Floats, Floats]:
+        """(probe steps [P], values of ``key`` [P, …]) of the probes that hold arrays of one shape under it.
+
+        P = 0, and values [0, 0], when the run has none.
+        """
+        rows = [
+            (row["step"], np.asarray(row[key], np.float64)) for row in self.probes if isinstance(row.get(key), list)
+        ]
+        rows = [(step, values) for step, values in rows if values.shape == rows[-1][1].shape and values.size]
         if not rows:
             return np.zeros(0), np.zeros((0, 0))
-        return np.array([row["step"] for row in rows], np.float64), np.array([row[key] for row in rows], np.float64)
+        return np.array([step for step, _ in rows], np.float64), np.stack([values for _, values in rows])
 
     def peak_gain(self, direction: str) -> float | None:
         """Largest token-mean composite gain over steps and sublayers; 1 for plain, None without probes."""
@@ -184,17 +199,35 @@ def differing_fields(arms: Sequence[Arm]) -> list[str]:
 
 
 def reference_arms(arm: Arm, arms: Sequence[Arm]) -> list[Arm]:
-    """The plain arms that ``arm`` is measured against.
+    """The plain arms (residual.scale 1) that ``arm`` is measured against.
 
-    Those that differ from it in the residual alone; where there are none, those with the same seeds; else all.
+    Those that differ from it in the residual alone; where there are none, those that also differ in the learning rate;
+    else those with the same seeds; else all.
     """
-    plain = [other for other in arms if other.kind == "plain"]
-    return twins(arm, arms) or [other for other in plain if other.seeds == arm.seeds] or plain
+    plain = [other for other in arms if is_plain(other) and other is not arm]
+    alike = [other for other in plain if other.seeds == arm.seeds]
+    near = [other for other in alike if outside(other) == outside(arm)]
+    exact = [other for other in near if other.flat.get(RATE) == arm.flat.get(RATE)]
+    return exact or near or alike or plain
 
 
-def twins(arm: Arm, arms: Sequence[Arm]) -> list[Arm]:
-    """The plain arms that differ from ``arm`` in the residual alone."""
-    return [other for other in arms if other.kind == "plain" and _outside_residual(other) == _outside_residual(arm)]
+def is_plain(arm: Arm) -> bool:
+    """x' = x + F(x): what the others are measured against."""
+    return arm.kind == "plain" and arm.flat.get("residual.scale", 1.0) == 1.0
+
+
+def material(field: str) -> bool:
+    """Whether a field of the configuration can change the numbers of a run."""
+    return not any(field.startswith(entry) if entry.endswith(".") else field == entry for entry in IMMATERIAL)
+
+
+def outside(arm: Arm) -> dict[str, Any]:
+    """What an arm's numbers may depend on besides the residual, the learning rate and the seeds."""
+    return {
+        field: value
+        for field, value in arm.flat.items()
+        if not field.startswith("residual.") and field not in (RATE, *SEEDS) and material(field)
+    }
 
 
 def gap_to_plain(arm: Arm, arms: Sequence[Arm], key: str) -> tuple[Floats, Floats]:
@@ -237,7 +270,9 @@ def _load_run(name: str, folder: Path) -> Arm | None:
             raise UserError(f"{folder / 'metrics.jsonl'}: line {number} has no step")
     probes = read_jsonl(folder / "probes.jsonl") if (folder / "probes.jsonl").exists() else []
     summary = read_json(folder / "summary.json") if (folder / "summary.json").exists() else None
-    return Arm(name, folder, config, metrics, probes, summary)
+    events = read_jsonl(folder / "events.jsonl") if (folder / "events.jsonl").exists() else []
+    events = [event for event in events if isinstance(event.get("step"), int) and "event" in event]
+    return Arm(name, folder, config, metrics, probes, summary, events)
 
 
 def _order(arm: Arm) -> tuple[int, str, list[tuple[int, str]]]:
@@ -252,7 +287,3 @@ def _flatten(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str,
             yield from _flatten(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value
-
-
-def _outside_residual(arm: Arm) -> dict[str, Any]:
-    return {field: value for field, value in arm.flat.items() if not field.startswith("residual.")}

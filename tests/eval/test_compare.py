@@ -22,16 +22,27 @@ from hypothesis import strategies as st
 
 import eval.compare as compare_module
 from eval.compare import compare, main
-from eval.figures import Style, _envelope, smooth, styles
-from eval.findings import findings, groups, number, over_seeds
+from eval.figures import _Gallery, styles
+from eval.findings import findings, number
 from eval.ngram import Baselines
 from eval.recompute import gain_difference, recompute
 from eval.runs import Arm, gap_to_plain, load, measures, reference_arms
+from eval.sheet import Style, envelope, smooth
+from eval.spikes import history
+from eval.topologies import paired, topologies
 from mhc.config import DataConfig
 from mhc.errors import UserError
 from mhc.monitor.writers import JsonlWriter, read_json, read_jsonl, write_json
 from tests.eval.synthetic_runs import GAINS, config, demo, probe, write_run
 
+OLD_FIGURES = {
+    *("loss", "validation", "loss_gap", "grad_norm", "seeds", "cost"),
+    *("gain_steps", "gain_depth_last", "gain_depth_peak", "gain_heat", "ds_error"),
+}
+FIGURES = OLD_FIGURES | {
+    *("mix_depth", "diversity_steps", "diversity_depth", "activations", "attention", "gradients", "grad_heat"),
+}
+TABLES = {"topologies", "rates", "seeds_paired", "events", "monitors", "actions"}
 NO_BASELINES = Baselines(None, None, "none asked for")
 SCHEMA = {
     "kind",
@@ -55,6 +66,8 @@ def arms_in(root: Path) -> list[Arm]:
 def said(arms: list[Arm], **changes: Any) -> list[str]:
     """All sentences about the arms, recomputation left out."""
     options: dict[str, Any] = {"baselines": NO_BASELINES, "recomputed": None, "warnings": []} | changes
+    everyone = topologies(arms)
+    options |= {"everyone": everyone, "pairs": paired(everyone), "histories": [history(arm) for arm in arms]}
     return [finding.text for finding in findings(arms, {arm.name: measures(arm) for arm in arms}, **options)]
 
 
@@ -103,7 +116,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """No figures and no corpus: for tests of everything else."""
-    monkeypatch.setattr(compare_module, "draw", lambda arms, baselines, folder: [])
+    monkeypatch.setattr(compare_module, "draw", lambda *_: [])
     monkeypatch.setattr(compare_module, "baselines", lambda data: NO_BASELINES)
 
 
@@ -113,15 +126,8 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_report_holds_every_figure_and_asks_for_nothing_outside(report: Path) -> None:
     page = (report / "report.html").read_text("utf-8")
     files = sorted((report / "figures").glob("*.png"))
-    assert {file.stem for file in files} == {
-        "loss",
-        "validation",
-        "loss_gap",
-        "grad_norm",
-        "gain_steps",
-        "gain_depth_last",
-        "gain_depth_peak",
-    }
+    assert {file.stem for file in files} == FIGURES
+    assert {file.stem for file in (report / "data").glob("*.csv")} == FIGURES | TABLES
     inline = re.findall(r'src="data:image/png;base64,([^"]+)"', page)
     assert sorted(map(base64.b64decode, inline)) == sorted(file.read_bytes() for file in files)
     assert len(re.findall(r"\b(?:src|href|srcset|action)\s*=", page)) == len(files)
@@ -131,7 +137,7 @@ def test_report_holds_every_figure_and_asks_for_nothing_outside(report: Path) ->
 def test_figures_are_twice_as_dense_as_the_page_shows_them(report: Path) -> None:
     for file in (report / "figures").glob("*.png"):
         (width,) = struct.unpack(">I", file.read_bytes()[16:20])
-        assert width == (2160 if file.stem.startswith("gain") else 1060), file.name
+        assert width == (1060 if file.stem in ("loss", "validation", "loss_gap", "grad_norm", "seeds") else 2160), file
 
 
 def test_report_is_well_formed(report: Path) -> None:
@@ -260,19 +266,17 @@ def test_without_probes_gains_are_unknown_except_for_plain(tmp_path: Path, monke
     compare([tmp_path], recompute_gains=False)
     arms = read_json(tmp_path / "summary.json")["arms"]
     assert arms["plain"]["peak_forward_gain"] == 1 and arms["hc"]["peak_forward_gain"] is None
-    assert {file.stem for file in (tmp_path / "figures").iterdir()} == {"loss", "validation", "loss_gap", "grad_norm"}
+    stems = {file.stem for file in (tmp_path / "figures").iterdir()}
+    assert stems == {"loss", "validation", "loss_gap", "grad_norm", "seeds", "cost", "grad_heat"}
 
 
-@pytest.mark.parametrize("kinds", [("plain",), ("hc", "mhc")])
-def test_the_gap_needs_plain_and_another(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kinds: tuple[str, ...]
-) -> None:
-    monkeypatch.setattr(compare_module, "baselines", lambda data: NO_BASELINES)
+@pytest.mark.parametrize("kinds", [("plain",), ("hc", "mhc"), ("plain", "hc")])
+def test_the_gap_needs_plain_and_another(tmp_path: Path, kinds: tuple[str, ...]) -> None:
     for kind in kinds:
         write_run(tmp_path / kind, config(kind, steps=20, layers=2))
-    page = compare([tmp_path], recompute_gains=False).read_text()
-    assert not (tmp_path / "figures" / "loss_gap.png").exists() and "Loss gap" not in page
-    assert (tmp_path / "figures" / "gain_depth_last.png").exists() == ("hc" in kinds)
+    arms = arms_in(tmp_path)
+    gallery = _Gallery(arms, topologies(arms), [history(arm) for arm in arms])
+    assert (gallery.gap() is not None) == (kinds == ("plain", "hc"))
 
 
 def test_the_gap_is_taken_to_the_twin_at_shared_steps(tmp_path: Path) -> None:
@@ -306,26 +310,9 @@ def test_one_seed_is_said_and_several_are_weighed(tmp_path: Path) -> None:
     for seed in range(3):
         for kind in ("plain", "mhc"):
             write_run(tmp_path / "three" / f"{kind}{seed}", config(kind, seed=seed, steps=20))
-    arms = arms_in(tmp_path / "three")
-    table = {arm.name: measures(arm) for arm in arms}
-    plain, mhc = over_seeds(arms, table)
-    assert (plain.n, mhc.n, plain.differences) == (3, 3, ())
-    expected = [table[f"mhc{seed}"]["bits_per_byte"] - table[f"plain{seed}"]["bits_per_byte"] for seed in range(3)]
-    assert mhc.differences == pytest.approx(expected)
-    assert "agree in sign" in mhc.verdict and "once in 4 times" in mhc.verdict
-    assert not any("one seed" in text for text in said(arms))
-    mixed = {name: dict(row) for name, row in table.items()}
-    mixed["mhc1"]["bits_per_byte"] = mixed["plain1"]["bits_per_byte"] + 1
-    assert over_seeds(arms, mixed)[1].verdict == "the seeds do not separate the two"
-
-
-def test_groups_are_labelled_by_what_differs_within_a_kind(tmp_path: Path) -> None:
-    for seed in (0, 1):
-        for lr in (0.1, 0.2):
-            write_run(tmp_path / f"hc{lr}_{seed}", config("hc", seed=seed, steps=4, layers=1, optimizer__lr=lr))
-        write_run(tmp_path / f"mhc{seed}", config("mhc", seed=seed, steps=4, layers=1, residual__init="home"))
-    grouped = groups(arms_in(tmp_path))
-    assert {label: len(group) for label, group in grouped.items()} == {"hc (lr 0.1)": 2, "hc (lr 0.2)": 2, "mhc": 2}
+    sentences = said(arms_in(tmp_path / "three"))
+    assert not any("one seed" in text for text in sentences)
+    assert any(text.startswith("mhc minus plain: -0.") and "over 3 paired seeds" in text for text in sentences)
 
 
 def test_gains_and_baselines_in_words(tmp_path: Path) -> None:
@@ -395,9 +382,9 @@ def test_a_kind_keeps_its_colour_and_its_arms_stay_apart(tmp_path: Path) -> None
         write_run(tmp_path / kind, config(kind, steps=4, layers=1))
     arms = arms_in(tmp_path)
     novel = arms[0].config | {"residual": {"kind": "novel"}}
-    look = styles([*arms, dataclasses.replace(arms[0], name="novel", config=novel)])
+    look = styles(topologies([*arms, dataclasses.replace(arms[0], name="novel", config=novel)]))
     assert len(set(look.values())) == 15
-    alone = styles([arm for arm in arms if arm.name == "mhc0"])
+    alone = styles(topologies([arm for arm in arms if arm.name == "mhc0"]))
     assert alone["mhc0"] == look["mhc0"] and isinstance(alone["mhc0"], Style)
     assert len({look[name].colour for name in ("plain", "hc", "mhc0", "novel")}) == 4
 
@@ -425,7 +412,7 @@ def test_thinning_keeps_every_spike() -> None:
     y = np.random.default_rng(0).normal(size=100_003)
     y[70_001], y[100_002], y[5] = 50.0, 60.0, math.nan
     x = np.arange(len(y), dtype=np.float64)
-    thin_x, thin_y = _envelope(x, y)
+    thin_x, thin_y = envelope(x, y)
     assert len(thin_x) < 3200 and np.all(np.diff(thin_x) >= 0)
     assert {50.0, 60.0} <= set(thin_y.tolist())
     np.testing.assert_array_equal(y[thin_x.astype(int)], thin_y)
@@ -501,7 +488,7 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureF
 
 def test_the_config_of_the_data_reaches_the_baselines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[DataConfig] = []
-    monkeypatch.setattr(compare_module, "draw", lambda arms, baselines, folder: [])
+    monkeypatch.setattr(compare_module, "draw", lambda *_: [])
 
     def remember(data: DataConfig) -> Baselines:
         seen.append(data)
