@@ -185,6 +185,8 @@ def test_positions_default_to_one_document_from_zero():
     given = forward(config)(params, batch)
     default = jax.jit(lambda params, tokens: definition.bind(params)(tokens))(params, batch["tokens"])
     np.testing.assert_array_equal(given, default)
+    stretched = forward(config)(params, {**batch, "positions": 2 * batch["positions"]})
+    assert relative_error(stretched, given) > 1e-3  # where they are given, they count
 
 
 # the same, however it is compiled -------------------------------------------------------------------------------------
