@@ -77,7 +77,7 @@ class Runner:
         self.told = 0  # signals passed on
 
     def run(self) -> int:
-        """Run them. Returns 0 where all are finished or halted by their guard, 1 where not, 128 + the signal after one."""
+        """Run them. Returns 0 where all finished or were halted by the guard, 1 where not, 128 + signal after one."""
         with self._signals():
             while True:
                 self._reap()
