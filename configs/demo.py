@@ -8,7 +8,7 @@ from configs import default
 
 
 def get_config() -> ConfigDict:
-    """16 blocks of width 32 on the embedded corpus, 200 steps, at a rate at which the plain residual is healthy."""
+    """16 blocks of width 32 on the embedded corpus, 150 steps, at a rate at which the plain residual is healthy."""
     config = default.get_config()
     config.model.layers = 16
     config.model.width = 32
@@ -16,8 +16,8 @@ def get_config() -> ConfigDict:
     config.data.sequence_length = 64
     config.optimizer.lr = 1e-2
     config.schedule.warmup_steps = 20
-    config.train.steps = 200
+    config.train.steps = 150
     config.train.batch_size = 32
     config.validation.every = 50
-    config.monitor.probe_every = 20
+    config.monitor.probe_every = 15
     return config
