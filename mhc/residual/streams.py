@@ -74,12 +74,21 @@ class LearnedCollapse(nnx.Module):
 class StreamTopology(ResidualTopology):
     """N copies of the embedding, mixed by the connections, collapsed once by ``sum``, ``mean`` or the learned ``head``.
 
+    ``rngs`` and the epsilons are those of the learned head.
+
     Raises:
       ValueError: unknown collapse, or N out of range.
     """
 
     def __init__(
-        self, width: int, n: int, collapse: str, *, rms_eps: float, map_eps: float, rngs: nnx.Rngs | PathKey | None
+        self,
+        width: int,
+        n: int,
+        collapse: str,
+        *,
+        rngs: nnx.Rngs | PathKey | None = None,
+        rms_eps: float = 1e-6,
+        map_eps: float = 1e-6,
     ):
         if collapse not in COLLAPSES:
             raise ValueError(f"unknown collapse {collapse!r}; allowed: {', '.join(COLLAPSES)}")

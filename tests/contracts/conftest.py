@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator
 
 import pytest
 
-from tests.contracts.topologies import BUILDERS, registered
+from mhc import residual
+from tests.contracts.topologies import BUILDERS, registry_restored
 
 
 @pytest.fixture(scope="module", autouse=True)
 def test_kinds() -> Iterator[None]:
     """Registers them for a module's tests."""
-    with contextlib.ExitStack() as stack:
+    with registry_restored():
         for kind, builder in BUILDERS.values():
-            stack.enter_context(registered(kind, builder))
+            residual.register(kind, builder)
         yield
 
 

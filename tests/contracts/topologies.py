@@ -116,13 +116,13 @@ BUILDERS = {"single_pass": (SINGLE_PASS, SinglePass), "deferred": (DEFERRED, Def
 
 
 @contextlib.contextmanager
-def registered(kind: Kind, builder: protocol.Builder) -> Iterator[None]:
-    """The kind is known within, and forgotten afterwards: other tests look at the registry as it is without it."""
-    parameters = dict(kinds._PARAMETERS)
-    protocol.register(kind, builder)
+def registry_restored() -> Iterator[None]:
+    """What is registered within is forgotten afterwards: other tests look at the registry as it is."""
+    tables: tuple[dict[str, Any], ...] = (protocol._REGISTRY, kinds._KINDS, kinds._PARAMETERS)
+    before = [dict(table) for table in tables]
     try:
         yield
     finally:
-        del protocol._REGISTRY[kind.name], kinds._KINDS[kind.name]
-        kinds._PARAMETERS.clear()
-        kinds._PARAMETERS.update(parameters)
+        for table, content in zip(tables, before, strict=True):
+            table.clear()
+            table.update(content)

@@ -87,7 +87,7 @@ def test_theorems(kind: str, preset: str, seed: int, std: float) -> None:
 
 @pytest.mark.parametrize(("kind", "preset"), SINKHORN + EXACT)
 def test_the_identity_is_a_vertex_and_the_uniform_matrix_the_centre(kind: str, preset: str) -> None:
-    """Logits without a preference give J/N, a large gap gives I. Differences of streams keep their norm at a vertex alone."""
+    """No preference gives J/N, a large gap gives I: a difference of streams dies at the one and lives at the other."""
     r = F.residual_logits(kind, N)
     gap = {
         "mhc": 40.0 * np.eye(N).ravel(),

@@ -1,0 +1,242 @@
+"""The library as other people use it: the pages, followed to the word, the examples, HyperConnection in Flax's ways."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+from mhc import residual
+from mhc.residual import HyperConnection
+from tests.contracts.topologies import registry_restored
+
+ROOT = Path(__file__).parents[2]
+FOREIGN = ("ml_collections", "grain", "orbax", "tensorflow_datasets", "tokenizers", "tensorboardX", "matplotlib")
+
+
+def blocks(page: str) -> list[str]:
+    """The Python code of a page."""
+    return re.findall(r"^```python\n(.*?)^```$", (ROOT / page).read_text("utf-8"), re.MULTILINE | re.DOTALL)
+
+
+@pytest.fixture
+def forgetful() -> Iterator[None]:
+    """What a test registers is forgotten, and so are the modules that did it."""
+    modules = set(sys.modules)
+    with registry_restored():
+        yield
+    for name in set(sys.modules) - modules:
+        if name in ("ring", "ring_demo"):
+            del sys.modules[name]
+
+
+def test_the_library_page_runs() -> None:
+    names: dict[str, Any] = {}
+    code = blocks("docs/residual_library.md")
+    assert len(code) >= 8
+    for block in code:
+        exec(compile(block, "docs/residual_library.md", "exec"), names)
+
+
+def test_the_page_on_adding_a_topology_is_true(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, forgetful: None
+) -> None:
+    """Its files are written, and the rest of its code runs in order: the kind is registered, trained and tested."""
+    monkeypatch.syspath_prepend(tmp_path)
+    names: dict[str, Any] = {}
+    files = []
+    for block in blocks("docs/adding_a_topology.md"):
+        first = block.partition("\n")[0]
+        if first.startswith("# ") and first.endswith(".py"):
+            files.append(first.removeprefix("# "))
+            (tmp_path / files[-1]).write_text(block)
+        else:
+            exec(compile(block, "docs/adding_a_topology.md", "exec"), names)
+    assert files == ["ring.py", "ring_demo.py"]
+    assert "ring" in residual.kinds()
+    assert names["losses"][-1] < names["losses"][0]
+    from mhc import cli  # what --config ring_demo.py does
+
+    config = cli.load_config(str(tmp_path / "ring_demo.py"), [], cli.Parser())
+    assert config.residual.kind == "ring"
+
+
+@pytest.mark.parametrize(
+    ("program", "arguments", "said"),
+    [
+        ("mlp_classifier.py", ["--steps", "60", "--depth", "3"], r"mhc: (9\d|100)\.\d % of unseen points right"),
+        ("attention_block.py", ["--steps", "60"], r"step   59  loss 0\.[0-4]"),
+    ],
+)
+def test_an_example_learns(program: str, arguments: list[str], said: str) -> None:
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "examples" / program), *arguments],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert re.search(said, done.stdout), done.stdout
+
+
+def test_importing_the_library_pulls_in_jax_and_flax_only() -> None:
+    code = "import sys, mhc.residual; print(*sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120, check=True
+    )
+    loaded = set(done.stdout.split())
+    assert {"jax", "flax", "mhc.residual.functional"} <= loaded
+    assert not [name for name in loaded if name.split(".")[0] in FOREIGN and not name.startswith("orbax")]
+    ours = {name for name in loaded if name.split(".")[0] == "mhc"}
+    assert not [
+        name for name in ours if name.split(".")[1:2] not in ([], ["residual"], ["kernels"], ["kinds"], ["rng"])
+    ]
+
+
+# HyperConnection ------------------------------------------------------------------------------------------------------
+
+WIDTH, DEPTH = 8, 2
+
+
+class Net(nnx.Module):
+    """Linear sublayers between connections of a kind."""
+
+    def __init__(self, kind: str, rngs: nnx.Rngs, **options: Any):
+        self.layers = nnx.List([nnx.Linear(WIDTH, WIDTH, rngs=rngs) for _ in range(DEPTH)])
+        self.connections = nnx.List([HyperConnection(WIDTH, k, kind=kind, rngs=rngs, **options) for k in range(DEPTH)])
+
+    def __call__(self, h: jax.Array) -> jax.Array:
+        x = self.connections[0].expand(h)
+        for connection, layer in zip(self.connections, self.layers, strict=True):
+            x = connection(x, layer)
+        return self.connections[-1].collapse(x)
+
+
+def phi_of(connection: HyperConnection) -> jax.Array:
+    return vars(connection.connection)["phi"][...]
+
+
+def data() -> tuple[jax.Array, jax.Array]:
+    rng = np.random.default_rng(0)
+    return tuple(jnp.asarray(rng.normal(size=(5, WIDTH)), jnp.float32) for _ in range(2))  # type: ignore[return-value]
+
+
+@nnx.jit
+def train_step(model: Net, optimizer: nnx.Optimizer, h: jax.Array, target: jax.Array) -> jax.Array:
+    def loss_of(model: Net) -> jax.Array:
+        return jnp.mean((model(h) - target) ** 2)
+
+    loss, grads = nnx.value_and_grad(loss_of)(model)
+    optimizer.update(model, grads)
+    return loss
+
+
+@pytest.mark.parametrize("kind", residual.kinds())
+def test_every_kind_trains_in_the_usual_way(kind: str) -> None:
+    model = Net(kind, nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
+    losses = [float(train_step(model, optimizer, *data())) for _ in range(10)]
+    assert losses[-1] < losses[0]
+    if kind != "plain":
+        assert any(
+            "connection" in jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(nnx.state(model))
+        )
+
+
+def test_the_plain_kind_is_a_plain_residual() -> None:
+    model, (h, _) = Net("plain", nnx.Rngs(0)), data()
+    expected = h
+    for layer in model.layers:
+        expected = expected + layer(expected)
+    np.testing.assert_allclose(model(h), expected, rtol=1e-5)
+
+
+def test_connections_of_one_model_draw_different_parameters() -> None:
+    model = Net("mhc", nnx.Rngs(0), init="fanin")
+    one, two = (phi_of(model.connections[k]) for k in (0, 1))
+    assert np.abs(one - two).max() > 0.1
+    again = Net("mhc", nnx.Rngs(0), init="fanin")
+    np.testing.assert_array_equal(phi_of(again.connections[0]), one)
+
+
+@pytest.mark.parametrize("rngs", [nnx.Rngs(0), nnx.Rngs(params=1), jax.random.key(2)], ids=["default", "params", "key"])
+def test_rngs_of_every_sort(rngs: Any) -> None:
+    connection = HyperConnection(WIDTH, 1, init="v4", collapse="head", rngs=rngs)
+    assert 0.01 < float(jnp.std(phi_of(connection))) < 0.03
+    h, _ = data()
+    assert connection.collapse(connection.expand(h)).shape == h.shape
+
+
+def test_the_sublayer_may_be_any_callable_and_takes_further_arguments() -> None:
+    connection, (h, other) = HyperConnection(WIDTH, 0, rngs=nnx.Rngs(0)), data()
+    x = connection.expand(h)
+    u, context = connection.read(x)
+    expected = connection.write(x, u * other + 2.0, context)
+    np.testing.assert_array_equal(connection(x, lambda u, a, *, b: u * a + b, other, b=2.0), expected)
+
+
+def test_what_is_no_output_is_refused() -> None:
+    connection, (h, _) = HyperConnection(WIDTH, 0, rngs=nnx.Rngs(0)), data()
+    x = connection.expand(h)
+    with pytest.raises(TypeError, match=r"must return one array, got tuple; .* connection\.read and connection\.write"):
+        connection(x, lambda u: (u, u))  # type: ignore[arg-type, return-value]
+    with pytest.raises(ValueError, match=r"the shape of its input \(5, 8\), got \(5, 1\)"):
+        connection(x, lambda u: u[:, :1])
+    with pytest.raises(ValueError, match=r"streams \[\.\.\., N=4, D\], got shape \(5, 8\): expand first"):
+        connection(h, lambda u: u)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"kind": "mhcc"}, "unknown residual kind 'mhcc'"),
+        ({"kind": "mhc_lite", "n": 6}, "n: given 6, allowed: from 1 to 5 .* permutation"),
+        ({"kind": "hc", "init": "home"}, "init: given 'home', allowed: hc"),
+        ({"collapse": "product"}, "collapse: given 'product', allowed: mean or sum or head"),
+        ({"sinkhorn": "papre"}, "unknown Sinkhorn preset 'papre'"),
+        ({"iters": 0}, "iters must be at least 1"),
+    ],
+)
+def test_a_wrong_option_is_refused(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        HyperConnection(WIDTH, 0, rngs=nnx.Rngs(0), **options)
+
+
+def test_a_width_split_over_devices_is_not_gathered() -> None:
+    """(N, D) is contracted without flattening: under tensor parallelism the streams stay where they are."""
+    mesh = jax.make_mesh((8,), ("tensor",), axis_types=(jax.sharding.AxisType.Auto,))
+    spec = jax.sharding.PartitionSpec
+    topology = residual.build("mhc", 64, n=4, rngs=nnx.Rngs(0))
+    connection = topology.connection(0, rngs=nnx.Rngs(0))
+    graph, state = nnx.split(connection)
+
+    def loss(state: Any, x: jax.Array) -> jax.Array:
+        connection = nnx.merge(graph, state)
+        u, context = connection.read(x)
+        return jnp.sum(connection.write(x, jnp.tanh(u), context) ** 2)
+
+    layouts = (
+        jax.tree.map(
+            lambda leaf: jax.NamedSharding(mesh, spec(None, "tensor", None) if leaf.ndim == 3 else spec()), state
+        ),
+        jax.NamedSharding(mesh, spec(None, None, "tensor")),
+    )
+    x = jnp.zeros((16, 4, 64))
+    compiled = jax.jit(jax.grad(loss, argnums=(0, 1)), in_shardings=layouts).lower(state, x).compile()
+    text = compiled.as_text() or ""
+    assert "all-reduce" in text
+    assert "all-gather" not in text
+    assert "all-to-all" not in text
