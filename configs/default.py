@@ -116,6 +116,7 @@ def get_config() -> ConfigDict:
     monitor.zscore_min_history = 64  # steps of history before the first z-score
     monitor.zscore_threshold = 6.0  # z-score above which a step is called a spike
     monitor.tensorboard = True  # write TensorBoard event files beside metrics.jsonl
+    monitor.wandb = "off"  # Weights & Biases: off | offline (files for `wandb sync`) | online; needs the extra [wandb]
     monitor.progress_every = 10  # steps between progress lines; 0: none
 
     config.guard = guard = ConfigDict()

@@ -57,6 +57,12 @@ details > summary { cursor: pointer; font-weight: 600; font-size: 16px; padding:
 @media (max-width: 760px) { .figures { grid-template-columns: 1fr; } }
 """
 
+_HOW_EVENTS = """Flagged steps no more than {gap} apart are one event. A crossing leads a loss event that comes within
+the window of {window} (two probes, at least 32 steps); without one it is a false alarm. Late: after the loss.
+Undecided: the run ended, or was rewound, within the window. Standing: past its threshold since before the window. No
+loss step: the gradient norm alone was flagged. Undone: a rewind threw the step away. Monitors of the probes are as fine as the probes'
+spacing. <code>python -m eval.replay RUN --step s</code> does a step again."""
+
 _HOW_TO_READ = """
 <p>A topology with streams mixes them at every sublayer <i>k</i> with a matrix H<sub>k</sub> (H_res). What the network
 passes on is their product, so a small excess per sublayer compounds over depth. A run logs two composite gains per
@@ -71,10 +77,11 @@ grow on its way from the head back to sublayer <i>k</i>.</li>
 onto the doubly stochastic matrices (non-negative, rows and columns sum to 1), which are closed under products: exact
 projection would give 1 in both directions at any depth.</p>
 <p>The projection is a finite number of Sinkhorn iterations, and the last half-step decides which sums are exact. The
-<code>paper</code> preset ends with the rows: they sum to 1 exactly, so the <b>forward</b> gain is 1 by construction and
-says nothing about training, while the columns, and so the <b>backward</b> gain, carry the Sinkhorn error. The
-<code>deepseek</code> preset ends with the columns: there the backward gain is 1 by construction and the forward gain
-carries the error. Judge each preset by the direction that is not exact.</p>
+<code>paper</code> preset ends with the rows of H_res. The <code>deepseek</code> preset ends with the columns of a
+matrix whose transpose is H_res, which are the rows of H_res again. Under both the rows sum to 1 (under
+<code>deepseek</code> up to its eps), so the <b>forward</b> gain is 1 by construction and says nothing about training,
+while the columns, and so the <b>backward</b> gain, carry the Sinkhorn error: judge mHC by that. The table of
+recomputed gains shows both directions under both presets.</p>
 <p>At <b>sublayer 0</b> all streams are still copies of the embedding. Mixing copies can only rescale them, by the row
 sums of H_res, which are 1 for mHC: the map is inert there, whatever gain it shows. The figures over depth shade it.</p>
 <p><b>Topologies</b> are arms that differ in learning rate and seeds alone. Each is judged at its own best rate, the one
@@ -365,13 +372,7 @@ def _events_section(histories: Sequence[History]) -> str:
     out += _table(header, rows) if rows else "<p>None: no loss and no gradient norm was flagged in any arm.</p>"
     if len(episodes) > MOST_EVENTS:
         out += f'<p class="note">The first {MOST_EVENTS} of {len(episodes)}; data/events.csv holds all.</p>'
-    out += (
-        f'<p class="note">Flagged steps no more than {GAP} apart are one event. A crossing leads a loss event that '
-        f"comes within the window of {window} (two probes, at least 32 steps); without one it is a false alarm, and "
-        "undecided where the run ended first. Standing: past its threshold since before the window. No loss step: the "
-        "gradient norm alone was flagged. Undone: a rewind threw the step away. Monitors of the probes are as fine as "
-        "the probes' spacing. <code>python -m eval.replay RUN --step s</code> does a step again.</p>"
-    )
+    out += f'<p class="note">{_HOW_EVENTS.format(gap=GAP, window=window)}</p>'
     records = monitors(histories)
     if records:
         body = [
@@ -379,7 +380,14 @@ def _events_section(histories: Sequence[History]) -> str:
                 f"<td>{_text(record.monitor)}</td>",
                 *(
                     _cell(str(n))
-                    for n in (record.crossings, record.led, record.false_alarms, record.undecided, record.missed)
+                    for n in (
+                        record.crossings,
+                        record.led,
+                        record.late,
+                        record.false_alarms,
+                        record.undecided,
+                        record.missed,
+                    )
                 ),
                 _cell(number(record.lead, 3)),
             ]
@@ -390,6 +398,7 @@ def _events_section(histories: Sequence[History]) -> str:
                 "monitor",
                 "crossings",
                 "led a<br>loss event",
+                "late",
                 "false<br>alarms",
                 "undecided",
                 "events<br>missed",

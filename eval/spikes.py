@@ -3,7 +3,8 @@
 A *loss event* is a run of flagged steps, no more than ``GAP`` apart, at least one of which has a flagged loss or
 something non-finite; its step is the first such one. A *crossing* is a monitor passing its threshold: the z-score of
 the gradient norm, or a measure of the probes (``mhc.monitor.guard``). A crossing *leads* a loss event that comes at
-most a window later, and is a *false alarm* where none does; one so late that the run ended first is neither.
+most a window later. One that comes after the loss, up to a window behind the event, is *late*: a consequence. One so
+near the end, or to a rewind, that what would have followed is not known is *undecided*. Any other is a *false alarm*.
 
 A rewind undoes the steps after the one that it goes back to: what crossed there cannot lead what comes after it. Events
 of undone steps still count, since they happened.
@@ -45,6 +46,7 @@ class Episode:
         value, grad_norm: at loss_step, or at the first step.
         batch: hash of that step's batch.
         undone: a rewind threw the step away.
+        rewinds: before it.
     """
 
     arm: str
@@ -62,6 +64,7 @@ class Episode:
     grad_norm: float
     batch: str | None
     undone: bool
+    rewinds: int
 
     @property
     def step(self) -> int:
@@ -80,8 +83,10 @@ class Crossing:
 
     monitor: str
     step: int
+    rewinds: int  # before it
     lead: int | None = None  # steps to the loss event that it led
-    undecided: bool = False  # the run ended within the window
+    late: bool = False
+    undecided: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,12 +109,13 @@ class History:
 
 @dataclasses.dataclass(frozen=True)
 class MonitorRecord:
-    """How a monitor did over several arms: crossings = led + false_alarms + undecided; missed: loss events that it did
-    not lead; lead: median, in steps."""
+    """How a monitor did over several arms: crossings = led + late + false_alarms + undecided; missed: loss events that
+    it did not lead; lead: median, in steps."""
 
     monitor: str
     crossings: int
     led: int
+    late: int
     false_alarms: int
     undecided: int
     missed: int
@@ -133,11 +139,11 @@ def history(arm: Arm) -> History:
 
     def close(undone_after: int | None = None) -> None:
         if open_:
-            episodes.append(_episode(arm, open_, standing, window, undone_after))
+            episodes.append(_episode(arm, open_, standing, window, undone_after, len(rewinds)))
             open_.clear()
 
     def cross(monitor: str, step: int) -> None:
-        crossing = Crossing(monitor, step)
+        crossing = Crossing(monitor, step, len(rewinds))
         crossings.append(crossing)
         standing.append(crossing)
 
@@ -157,12 +163,22 @@ def history(arm: Arm) -> History:
             to = int(event["to"])
             close(undone_after=to)
             rewinds.append((step, to, int(event.get("skipped_batches", 0))))
+            for crossing in standing:  # what it would have led to was not seen
+                crossing.undecided |= crossing.step > to and crossing.lead is None
             standing[:] = [crossing for crossing in standing if crossing.step <= to]
         elif name == "halt":
             halted = str(event.get("reason", ""))
     close()
     for crossing in crossings:
-        crossing.undecided = crossing.lead is None and crossing.step + window > arm.steps and halted is None
+        if crossing.lead is None:
+            crossing.late = any(
+                episode.loss_step is not None
+                and episode.rewinds == crossing.rewinds
+                and episode.loss_step < crossing.step <= episode.last + window
+                for episode in episodes
+            )
+            crossing.undecided |= crossing.step + window > arm.steps and halted is None
+            crossing.undecided &= not crossing.late
     _, scale = arm.column("clip_scale")
     return History(
         arm.name,
@@ -185,13 +201,15 @@ def monitors(histories: Sequence[History]) -> list[MonitorRecord]:
         leads = [episode.leads[name] for episode in events if name in episode.leads]
         if mine or events:
             led = sum(crossing.lead is not None for crossing in mine)
+            late = sum(crossing.late for crossing in mine)
             undecided = sum(crossing.undecided for crossing in mine)
             out.append(
                 MonitorRecord(
                     name,
                     len(mine),
                     led,
-                    len(mine) - led - undecided,
+                    late,
+                    len(mine) - led - late - undecided,
                     undecided,
                     len(events) - len(leads),
                     float(np.median(leads)) if leads else None,
@@ -202,12 +220,17 @@ def monitors(histories: Sequence[History]) -> list[MonitorRecord]:
 
 def _extend(standing: Sequence[Crossing], flagged: Sequence[Mapping[str, Any]]) -> list[Crossing]:
     """Crossings, each flagged gradient norm of the episode in hand among them: a long explosion crosses once."""
-    more = [Crossing(GRADIENT, int(event["step"])) for event in flagged if "grad_norm" in event.get("flagged", ())]
+    more = [Crossing(GRADIENT, int(event["step"]), 0) for event in flagged if "grad_norm" in event.get("flagged", ())]
     return [*standing, *more]
 
 
 def _episode(
-    arm: Arm, flagged: Sequence[Mapping[str, Any]], standing: Sequence[Crossing], window: int, undone_after: int | None
+    arm: Arm,
+    flagged: Sequence[Mapping[str, Any]],
+    standing: Sequence[Crossing],
+    window: int,
+    undone_after: int | None,
+    rewinds: int,
 ) -> Episode:
     finite = all(event["event"] == "spike" for event in flagged)
     of_loss = [event for event in flagged if event["event"] == "nonfinite" or "loss" in event.get("flagged", ())]
@@ -236,6 +259,7 @@ def _episode(
         grad_norm=float(main.get("grad_norm", math.nan)),
         batch=(main.get("batch") or {}).get("hash"),
         undone=undone_after is not None and step > undone_after,
+        rewinds=rewinds,
     )
 
 

@@ -95,9 +95,9 @@ def write(folder: Path, everyone: Sequence[Topology], pairs: Sequence[Paired], h
     )
     _csv(
         folder / "monitors.csv",
-        ("monitor", "crossings", "led", "false_alarms", "undecided", "missed", "median_lead"),
+        ("monitor", "crossings", "led", "late", "false_alarms", "undecided", "missed", "median_lead"),
         (
-            [one.monitor, one.crossings, one.led, one.false_alarms, one.undecided, one.missed, one.lead]
+            [one.monitor, one.crossings, one.led, one.late, one.false_alarms, one.undecided, one.missed, one.lead]
             for one in monitors(histories)
         ),
     )

@@ -317,6 +317,9 @@ class MonitorConfig(_Group, group="monitor"):
     zscore_min_history: int = _field(64, "steps of history before the first z-score", low=2)
     zscore_threshold: float = _field(6.0, "z-score above which a step is called a spike", above=0)
     tensorboard: bool = _field(True, "write TensorBoard event files beside metrics.jsonl")
+    wandb: str = _field(
+        "off", "Weights & Biases (extra [wandb]); offline: files for `wandb sync`", choices=("off", "offline", "online")
+    )
     progress_every: int = _field(10, "steps between progress lines; 0: none", low=0)
 
 
@@ -428,6 +431,7 @@ RESUMABLE = (
     "monitor.probe_every",
     "monitor.probe_sequences",
     "monitor.tensorboard",
+    "monitor.wandb",
     "monitor.progress_every",
     "mesh.",
     "data.prefetch",

@@ -1,4 +1,4 @@
-"""Writers of what a run measures: JSON lines, TensorBoard, and the progress line.
+"""Writers of what a run measures: JSON lines, TensorBoard, Weights & Biases, and the progress line.
 
 A *record* is a flat mapping of names to values with the key ``step`` (completed updates). Values are numbers, strings,
 None, arrays, lists of numbers, or mappings of names to numbers.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import secrets
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -189,20 +190,79 @@ class TensorBoardWriter:
     def write(self, record: Record) -> None:
         """Write every number of the record at its ``step``. Raises KeyError without one."""
         step = int(record["step"])
-        for name, value in record.items():
-            if name == "step" or value is None or isinstance(value, str):
-                continue
-            if isinstance(value, Mapping):
-                for entry, number in value.items():
-                    self._writer.add_scalar(f"{name}/{entry}", float(number), step)
-            else:
-                array = np.asarray(value, dtype=np.float64)
-                if array.size:
-                    self._writer.add_scalar(name, float(array.max()), step)
+        for name, number in scalars(record).items():
+            self._writer.add_scalar(name, number, step)
 
     def close(self) -> None:
         """Write out what is buffered and close the file."""
         self._writer.close()
+
+
+class WandbWriter:
+    """Writes records to a Weights & Biases run, by the rule of :class:`TensorBoardWriter`.
+
+    The run's id stays in ``directory``/wandb/id, so that a resumed run goes on under the same one. The x axis is
+    ``step``. Offline, every start leaves a folder of its own. After a resume or a rewind the steps taken again are
+    there twice; metrics.jsonl has each once.
+
+    Args:
+        directory: the run folder; wandb keeps its files in ``directory``/wandb.
+        mode: "offline" (``wandb sync`` sends them later) or "online".
+        config: shown beside the curves.
+
+    Raises:
+        UserError: wandb is not installed.
+    """
+
+    def __init__(self, directory: str | os.PathLike[str], *, mode: str, config: Mapping[str, Any]) -> None:
+        try:
+            import wandb  # an extra of this project, and heavy
+        except ImportError:
+            raise UserError(
+                f"monitor.wandb: given {mode!r}, allowed: 'off' until wandb is installed (pip install 'mhc-jax[wandb]')"
+            ) from None
+        folder = Path(directory) / "wandb"
+        folder.mkdir(parents=True, exist_ok=True)
+        if not (folder / "id").is_file():
+            (folder / "id").write_text(secrets.token_hex(8))
+        self._run = wandb.init(
+            project="mhc",
+            dir=str(directory),
+            name=Path(directory).name,
+            id=(folder / "id").read_text().strip(),
+            resume="allow" if mode == "online" else None,  # a question to the server
+            mode="online" if mode == "online" else "offline",
+            config=dict(config),
+            settings=wandb.Settings(console="off", silent=True),
+        )
+        self._run.define_metric("step")
+        self._run.define_metric("*", step_metric="step")
+
+    def write(self, record: Record) -> None:
+        """Send every number of the record with its ``step``. Raises KeyError without one."""
+        self._run.log({"step": int(record["step"]), **scalars(record)})
+
+    def close(self) -> None:
+        """Finish the run; waits until everything is written."""
+        self._run.finish()
+
+
+def scalars(record: Record) -> dict[str, float]:
+    """A record as single numbers: an array's largest value under its name, a mapping's entries as ``name/entry``.
+
+    ``step``, None, strings and empty arrays are left out.
+    """
+    out: dict[str, float] = {}
+    for name, value in record.items():
+        if name == "step" or value is None or isinstance(value, str):
+            continue
+        if isinstance(value, Mapping):
+            out |= {f"{name}/{entry}": float(number) for entry, number in value.items()}
+        else:
+            array = np.asarray(value, dtype=np.float64)
+            if array.size:
+                out[name] = float(array.max())
+    return out
 
 
 class Progress:

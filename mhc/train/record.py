@@ -12,10 +12,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from mhc import config as configs
 from mhc.config import Config
 from mhc.monitor import guard
 from mhc.monitor.detectors import RollingZScore, spike_score
-from mhc.monitor.writers import JsonlWriter, Progress, TensorBoardWriter, Writer, read_jsonl, repair
+from mhc.monitor.writers import JsonlWriter, Progress, TensorBoardWriter, WandbWriter, Writer, read_jsonl, repair
 
 HISTORY = 32  # steps that an event carries
 BEFORE = 8  # a gradient norm flagged so many steps before the loss counts as having come first
@@ -40,9 +41,11 @@ class Record:
         for name in FILES[:2] if keep_events else FILES:
             repair(workdir / f"{name}.jsonl", last_step)
         self._metrics, self._probes, self._events = (JsonlWriter(workdir / f"{name}.jsonl") for name in FILES)
-        self._tensorboard: list[Writer] = []
+        self._extra: list[Writer] = []
         if config.monitor.tensorboard:
-            self._tensorboard.append(TensorBoardWriter(workdir / "tensorboard", purge_step=max(last_step, 0) + 1))
+            self._extra.append(TensorBoardWriter(workdir / "tensorboard", purge_step=max(last_step, 0) + 1))
+        if config.monitor.wandb != "off":
+            self._extra.append(WandbWriter(workdir, mode=config.monitor.wandb, config=configs.to_dict(config)))
         self.validation: dict[str, float] = {}
         self._restore_history()
 
@@ -66,7 +69,7 @@ class Record:
             self._watch.update(record)
 
     def close(self) -> None:
-        for writer in (self._metrics, self._probes, self._events, *self._tensorboard):
+        for writer in (self._metrics, self._probes, self._events, *self._extra):
             writer.close()
 
     # ---------------------------------------------------------------------------------------------------------- a step
@@ -122,7 +125,7 @@ class Record:
         record |= validation or {}
         self.validation = dict(validation) if validation else self.validation
         self._recent.append(record)
-        writers: tuple[Writer, ...] = (self._metrics, self.progress, *self._tensorboard)
+        writers: tuple[Writer, ...] = (self._metrics, self.progress, *self._extra)
         for writer in writers:
             writer.write(record)
         return self._alarm(record, flags, finite) if record["spike"] else None
@@ -171,7 +174,7 @@ class Record:
             record["update/group_ratio"] = {
                 name: float(value) / max(float(param.groups[name]), 1e-30) for name, value in update.groups.items()
             }
-        for writer in (self._probes, *self._tensorboard):
+        for writer in (self._probes, *self._extra):
             writer.write(record)
         for name, what in self._watch.update(record).items():
             self.event("monitor", step, monitor=name, **what)

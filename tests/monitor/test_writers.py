@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import math
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from mhc.monitor.writers import (
     JsonlWriter,
     Progress,
     TensorBoardWriter,
+    WandbWriter,
     Writer,
     duration,
     read_json,
@@ -189,6 +191,27 @@ def test_tensorboard_leaves_an_event_file(tmp_path: Path) -> None:
     writer.close()
     (file,) = tmp_path.glob("events.out.tfevents.*")
     assert b"loss" in file.read_bytes()
+
+
+def test_wandb_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two starts of a run keep one id; what was written is in the files, and nothing goes over the network."""
+    pytest.importorskip("wandb", reason="the extra [wandb] is not installed")
+    monkeypatch.setenv("WANDB_ERROR_REPORTING", "false")
+    for loss in (2.515625, 2.265625):
+        writer: Writer = WandbWriter(tmp_path, mode="offline", config={"train": {"steps": 987}})
+        writer.write({"step": 4, "loss": loss, "gain": [1.0, 3.0], "grad/norm": {"head": 0.5}, "x": None})
+        writer.close()
+    files = sorted(tmp_path.glob("wandb/offline-run-*/*.wandb"))
+    assert {file.stem for file in files} == {f"run-{(tmp_path / 'wandb' / 'id').read_text()}"}
+    content = b"".join(file.read_bytes() for file in files)
+    assert all(text in content for text in (b"2.265625", b"grad/norm/head", b"gain", b"987"))
+
+
+def test_wandb_that_is_not_installed_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(UserError, match=r"monitor.wandb: given 'offline'.*pip install 'mhc-jax\[wandb\]'"):
+        WandbWriter(tmp_path, mode="offline", config={})
+    assert not list(tmp_path.iterdir())
 
 
 class Terminal(io.StringIO):
