@@ -125,6 +125,6 @@ def test_watch_of_an_interrupted_run_stands_where_it_stood() -> None:
     ],
 )
 def test_cause_is_the_first_rule_that_holds(facts: dict[str, Any], expected: str) -> None:
-    facts = {"finite": True, "loss_flag": False, "grad_flag": False, "grad_flag_before": False, "active": {}} | facts
-    assert guard.cause(**facts) == expected
+    quiet: dict[str, Any] = {"finite": True, "loss_flag": False, "grad_flag": False, "grad_flag_before": False}
+    assert guard.cause(**{**quiet, "active": {}, **facts}) == expected
     assert expected in guard.CAUSES
