@@ -21,7 +21,7 @@ demo: install
 	@echo "Open $(WORKDIR)/report.html in a browser."
 
 test: install
-	$(RUN) -m pytest -m "not slow"
+	$(RUN) -m pytest -m "not slow" --numprocesses 2 --dist loadfile
 
 test-full: install
 	$(RUN) -m pytest
