@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from mhc import residual
+from tests.contracts.cases import Case, cases
 from tests.contracts.topologies import BUILDERS, registry_restored
 
 
@@ -19,22 +20,26 @@ def test_kinds() -> Iterator[None]:
         yield
 
 
-_checked: set[str] = set()
-_checks = 0
+# What a test's brackets name: a case, or a group, which stands for its cases.
+_about: dict[str, set[Case]] = {}
+for _case in cases():
+    _about.setdefault(str(_case), set()).add(_case)
+    _about.setdefault(str(_case.group), set()).add(_case)
+_checks: dict[str, int] = {}
+_checked: dict[str, set[Case]] = {}
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    """Counts the checks that passed, and the cases that they were about."""
-    global _checks
-    name = report.nodeid
-    if report.when == "call" and report.passed and "tests/contracts/" in name and "[" in name:
-        _checks += 1
-        _checked.add(name.partition("[")[2].rstrip("]"))
+    """Counts the checks that passed, and the cases that they were about, by file."""
+    path, _, test = report.nodeid.partition("::")
+    named = _about.get(test.partition("[")[2].removesuffix("]"))
+    if report.when == "call" and report.passed and "contracts/" in path and named:
+        _checks[path] = _checks.get(path, 0) + 1
+        _checked.setdefault(path, set()).update(named)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """One line: how much of the product was checked."""
-    if _checked:
-        terminalreporter.write_line(
-            f"contracts: {_checks} checks passed over {len(_checked)} cases (kind × preset × N)"
-        )
+    """A line a file: how much of the product was checked."""
+    for path, count in _checks.items():
+        covered = f"{len(_checked[path])} of {len(cases())} cases (kind × Sinkhorn × init preset × N)"
+        terminalreporter.write_line(f"{path}: {count} checks passed over {covered}")
