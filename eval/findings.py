@@ -173,10 +173,10 @@ def _events(histories: Sequence[History]) -> list[str]:
         listed = _join([f"{count} {cause}" for cause, count in causes.most_common()])
         text = f"{_count(len(events), 'loss event')} (flagged by z-score, or non-finite), by cause: {listed}."
         leaders = Counter(episode.leader or "no monitor" for episode in events)
-        text += f" Crossed first: {_join([f'{name} {count} times' for name, count in leaders.most_common()])}."
+        text += f" Crossed first: {_join([f'{name} {_times(count)}' for name, count in leaders.most_common()])}."
         out.append(text)
     if alone:
-        out.append(f"{_count(alone, 'time')} the gradient norm alone was flagged, and the loss was not.")
+        out.append(f"The gradient norm alone was flagged {_times(alone)}, without the loss.")
     alarms = [(one.monitor, one.false_alarms, one.crossings) for one in monitors(histories) if one.false_alarms]
     if alarms:
         listed = _join([f"{name} {false} of {of}" for name, false, of in alarms])
@@ -193,6 +193,10 @@ def _events(histories: Sequence[History]) -> list[str]:
     elif events:
         out.append("Nothing was done about them but to log them.")
     return out
+
+
+def _times(number: int) -> str:
+    return "once" if number == 1 else f"{number} times"
 
 
 def _count(number: int, noun: str) -> str:
@@ -230,9 +234,9 @@ def _health(arms: Sequence[Arm], measures: Measures) -> list[str]:
         if measures[arm.name]["spike_score_loss"] > 0
     ]
     out.append(
-        f"Loss spikes (7 standard deviations off the last 1000 steps): {_join(spiky)}."
+        f"Spike score of the loss (7 standard deviations off the last 1000 steps): {_join(spiky)}."
         if spiky
-        else "No arm's loss spiked (7 standard deviations off the last 1000 steps)."
+        else "Spike score of the loss (7 standard deviations off the last 1000 steps): 0 in every arm."
     )
     norms = {arm.name: measures[arm.name]["max_grad_norm"] for arm in arms}
     known = {name: value for name, value in norms.items() if value is not None}

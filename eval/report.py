@@ -60,8 +60,8 @@ details > summary { cursor: pointer; font-weight: 600; font-size: 16px; padding:
 _HOW_EVENTS = """Flagged steps no more than {gap} apart are one event. A crossing leads a loss event that comes within
 the window of {window} (two probes, at least 32 steps); without one it is a false alarm. Late: after the loss.
 Undecided: the run ended, or was rewound, within the window. Standing: past its threshold since before the window. No
-loss step: the gradient norm alone was flagged. Undone: a rewind threw the step away. Monitors of the probes are as fine as the probes'
-spacing. <code>python -m eval.replay RUN --step s</code> does a step again."""
+loss step: the gradient norm alone was flagged. Undone: a rewind threw the step away. Monitors of the probes are as fine
+as the probes' spacing. <code>python -m eval.replay RUN --step s</code> does a step again."""
 
 _HOW_TO_READ = """
 <p>A topology with streams mixes them at every sublayer <i>k</i> with a matrix H<sub>k</sub> (H_res). What the network
@@ -282,8 +282,7 @@ def _topologies_table(everyone: Sequence[Topology], pairs: Sequence[Paired], mea
             f'<td class="label">{swatch}{_text(topology.label)}</td>',
             _cell(str(len(topology.arms))),
             f"<td{' class=best' if leads else ''}>{score}{spread}</td>",
-            _cell(f"{pair.mean:+.4f}" if pair else "–"),
-            _cell(f"{pair.interval[0]:+.4f} to {pair.interval[1]:+.4f}" if pair and pair.interval else "–"),
+            _cell(_difference(pair)),
             f'<td class="text note">{_text(_short_verdict(pair))}</td>',
             _cell(" / ".join(number(max(values)) if values else "–" for values in peaks)),
             _cell(str(sum(measures[arm.name]["loss_events"] for arm in topology.arms))),
@@ -291,9 +290,9 @@ def _topologies_table(everyone: Sequence[Topology], pairs: Sequence[Paired], mea
             _cell((f"{total:,.0f}" if total else "–") + (f" ({cost[1] - 1:+.1%})" if cost[1] is not None else "")),
         ]
         if rated:
-            edge = ", the edge" if topology.at_edge else ""
+            edge = ", edge" if topology.at_edge else ""
             row[1:1] = [
-                _cell(f"{topology.best.lr:g} (of {len(topology.rates)}{edge})"),
+                _cell(f"{topology.best.lr:g}<br>of {len(topology.rates)}{edge}"),
                 _cell(number(topology.sensitivity, 3)),
             ]
         rows.append(row)
@@ -301,8 +300,7 @@ def _topologies_table(everyone: Sequence[Topology], pairs: Sequence[Paired], mea
         "topology",
         "seeds",
         "val. bits per byte<br>(mean ± s.d.)",
-        "minus plain<br>(paired)",
-        "95 % interval<br>of the mean",
+        "minus plain, paired<br>(95 % interval)",
         '<th class="text">sepa-<br>rated?</th>',
         "peak gain<br>forw. / backw.",
         "loss<br>events",
@@ -312,6 +310,13 @@ def _topologies_table(everyone: Sequence[Topology], pairs: Sequence[Paired], mea
     if rated:
         header[1:1] = ["best rate", "lr sensi-<br>tivity"]
     return _table(header, rows)
+
+
+def _difference(pair: Paired | None) -> str:
+    if pair is None:
+        return "–"
+    span = f"<br>({pair.interval[0]:+.4f} to {pair.interval[1]:+.4f})" if pair.interval else ""
+    return f"{pair.mean:+.4f}{span}"
 
 
 def _short_verdict(pair: Paired | None) -> str:

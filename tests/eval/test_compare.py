@@ -33,7 +33,7 @@ from eval.topologies import paired, topologies
 from mhc.config import DataConfig
 from mhc.errors import UserError
 from mhc.monitor.writers import JsonlWriter, read_json, read_jsonl, write_json
-from tests.eval.synthetic_runs import GAINS, config, demo, probe, write_run
+from tests.eval.synthetic_runs import GAINS, config, crossed, demo, grid, probe, rewound, spike, write_run
 
 OLD_FIGURES = {
     *("loss", "validation", "loss_gap", "grad_norm", "seeds", "cost"),
@@ -370,6 +370,64 @@ def test_gain_difference() -> None:
     assert gain_difference({"gain/a": [1.0, 2.0]}, logged) == math.inf
     assert gain_difference({"gain/a": [1.0], "gain/b": [math.inf, math.nan]}, logged) == math.inf
     assert gain_difference({}, {"step": 3}) is None
+
+
+def test_events_and_what_was_done_in_words(tmp_path: Path, quick: None) -> None:
+    events = [crossed(100, "forward_gain"), spike(120, cause="signal_explosion"), crossed(160, "attention_logit")]
+    events += [spike(300, action="rewind"), rewound(300, 290)]
+    write_run(tmp_path / "hc", config("hc", steps=400, layers=2, monitor__probe_every=20), events=events)
+    write_run(tmp_path / "plain", config("plain", steps=400, layers=2))
+    sentences = said(arms_in(tmp_path))
+    (told,) = [text for text in sentences if "loss event" in text and "by cause" in text]
+    assert "2 loss events" in told and "1 signal_explosion and 1 loss_spike" in told
+    assert "forward_gain once and no monitor once" in told
+    assert "What was done: 1 rewind." in sentences
+    page = compare([tmp_path], recompute_gains=False).read_text()
+    for words in ("forward_gain, 20 steps before", "rewind (undone)", "300 → 290, 5 batches left out", f"{120:016x}"):
+        assert words in page
+    rows = (tmp_path / "data" / "events.csv").read_text().splitlines()
+    assert len(rows) == 3 and rows[1].startswith("hc,120,120,1,120,True,signal_explosion")
+    assert read_json(tmp_path / "summary.json")["arms"]["hc"]["loss_events"] == 2
+    assert read_json(tmp_path / "summary.json")["topologies"]["hc"]["parameters_of_plain"] > 1
+
+
+def test_a_run_without_events_says_so(tmp_path: Path, quick: None) -> None:
+    write_run(tmp_path / "plain", config("plain", steps=20, layers=1))
+    assert "no monitor crossed its threshold" in compare([tmp_path], recompute_gains=False).read_text()
+
+
+@pytest.mark.slow
+def test_twenty_arms_fit_a_small_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rates, seeds, events: every figure, its data, and a page that a browser opens at once."""
+    monkeypatch.setattr(compare_module, "baselines", lambda data: Baselines(4.6, 3.6, None, 1000, 100))
+    page = compare([grid(tmp_path)], recompute_gains=False)
+    assert page.stat().st_size < 5_000_000
+    stems = {file.stem for file in (tmp_path / "figures").glob("*.png")}
+    assert stems == FIGURES | {"lr_sensitivity"}
+    for stem in stems:
+        head, *rows = (tmp_path / "data" / f"{stem}.csv").read_text("utf-8").splitlines()
+        assert head.startswith("panel,series,what,") and rows
+    assert len((tmp_path / "data" / "rates.csv").read_text().splitlines()) == 21
+    assert read_json(tmp_path / "summary.json")["topologies"]["hc"]["best_lr"] == 0.01
+
+
+def test_many_arms_are_drawn_by_topology(tmp_path: Path) -> None:
+    for kind in ("plain", "hc"):
+        for seed in range(3):
+            for lr in (0.01, 0.1):
+                write_run(
+                    tmp_path / f"{kind}{lr}_{seed}",
+                    config(kind, seed=seed, steps=20, layers=2, optimizer__lr=lr),
+                    offset=lr,
+                )
+    arms = arms_in(tmp_path)
+    everyone = topologies(arms)
+    gallery = _Gallery(arms, everyone, [history(arm) for arm in arms])
+    assert [(series.label, len(series.arms)) for series in gallery.series] == [("plain", 3), ("hc", 3)]
+    assert {arm.flat["optimizer.lr"] for arm in gallery.shown} == {0.01}
+    (gains,) = [series.mean(lambda arm: arm.column("loss")) for series in gallery.series if series.label == "hc"]
+    expected = np.mean([arm.column("loss")[1] for arm in everyone[1].arms], axis=0)
+    np.testing.assert_allclose(gains[1], expected)
 
 
 # -- figures ------------------------------------------------------------------------------------------------------
