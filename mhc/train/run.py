@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import numpy as np
@@ -33,6 +33,7 @@ from mhc.train.record import Alarm, Record, batch_hash
 from mhc.train.step import Faults, Trainer, TrainState, sublayer_name
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 # Peak dense bfloat16 FLOP/s of one chip, by the start of jax's device_kind: the denominator of mfu.
 PEAK_FLOPS = {
@@ -241,7 +242,7 @@ class Run:
         while self.step < config.train.steps and not self.stop and self.halted is None:
             position = self.data.get_state()
             batch = next(self.data)
-            self.state, metrics = self.trainer.step(self.state, put_batch(batch, self.mesh))
+            self.state, metrics = self._in_order(self.trainer.step(self.state, put_batch(batch, self.mesh)))
             self.step += 1
             before, pending = pending, Pending(self.step, metrics, batch, position)
             if before is not None and (alarm := self._log(before)):
@@ -264,6 +265,16 @@ class Run:
             self._act(alarm, pending, None)
         if self.stop and self.halted is None:
             self._save()
+
+    def _in_order(self, result: T) -> T:
+        """The result of a program, waited for where the devices are threads of one CPU.
+
+        They wait for each other inside a program's collectives: two programs at once on too few cores can starve each
+        other for ever, and there is nothing to overlap.
+        """
+        if self.mesh.size > 1 and self.mesh.devices.flat[0].platform == "cpu":
+            jax.block_until_ready(result)
+        return result
 
     def _due(self, every: int, last: bool) -> bool:
         return last or (every > 0 and self.step % every == 0)
@@ -303,7 +314,7 @@ class Run:
                 sums[name] += float(value)
 
         for batch in self.validation:
-            part = self.trainer.validate(self.state.params, put_batch(batch, self.mesh))
+            part = self._in_order(self.trainer.validate(self.state.params, put_batch(batch, self.mesh)))
             add(waiting)
             waiting = part
         add(waiting)
