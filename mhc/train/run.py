@@ -131,6 +131,7 @@ class Run:
         self.mesh: Mesh = make_mesh(self.config.mesh, None if devices is None else list(devices))
         train = self.config.train
         check_batch(train.batch_size // train.accumulation, self.mesh, "train.batch_size / train.accumulation")
+        self.synchronous = self.mesh.size > 1 and self.mesh.devices.flat[0].platform == "cpu"
         self.changes = self._check_stored()
         # Everything that the user's data can make fail comes before the first file is written.
         self.data = pipeline.train_iterator(
@@ -254,7 +255,7 @@ class Run:
                 self.probe is not None and self._due(config.monitor.probe_every, last),
                 self._due(config.checkpoint.every, last),
             )
-            if pending is not None and (validate or probe or save):
+            if pending is not None and (validate or probe or save or self.synchronous):
                 # The line of this step is written before its checkpoint: a crash after the save loses no line.
                 now, pending = pending, None
                 if alarm := self._log(now, validate=validate, probe=probe):
@@ -267,14 +268,12 @@ class Run:
             self._save()
 
     def _in_order(self, result: T) -> T:
-        """The result of a program, waited for where the devices are threads of one CPU.
+        """The result of a program, waited for where the devices are threads of one CPU (``synchronous``).
 
         They wait for each other inside a program's collectives: two programs at once on too few cores can starve each
         other for ever, and there is nothing to overlap.
         """
-        if self.mesh.size > 1 and self.mesh.devices.flat[0].platform == "cpu":
-            jax.block_until_ready(result)
-        return result
+        return jax.block_until_ready(result) if self.synchronous else result
 
     def _due(self, every: int, last: bool) -> bool:
         return last or (every > 0 and self.step % every == 0)
