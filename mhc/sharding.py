@@ -161,3 +161,17 @@ def put_batch(batch: Mapping[str, np.ndarray], mesh: Mesh) -> dict[str, jax.Arra
     """This process' rows of a batch as arrays over the whole mesh."""
     layout = batch_sharding(mesh)
     return {name: jax.make_array_from_process_local_data(layout, array) for name, array in batch.items()}
+
+
+def threads_of_one_cpu(mesh: Mesh) -> bool:
+    """Whether the mesh's devices are threads of a CPU, as tests and trials have them."""
+    return mesh.size > 1 and mesh.devices.flat[0].platform == "cpu"
+
+
+def compiler_options(mesh: Mesh) -> dict[str, bool | int]:
+    """Options for programs with collectives over the mesh.
+
+    Where devices are threads of one CPU, two independent collectives of one program may be entered in different orders
+    by different devices, and wait for each other for ever: their order is fixed.
+    """
+    return {"xla_cpu_enable_concurrency_optimized_scheduler": False} if threads_of_one_cpu(mesh) else {}

@@ -14,6 +14,8 @@ _FLAGS = {
     "--xla_force_host_platform_device_count": "8",
     "--xla_backend_optimization_level": "0",
     "--xla_cpu_use_fusion_emitters": "false",
+    # Two independent collectives of one program in a fixed order: devices that are threads may deadlock otherwise.
+    "--xla_cpu_enable_concurrency_optimized_scheduler": "false",
 }
 
 _given = os.environ.get("XLA_FLAGS", "")

@@ -144,9 +144,9 @@ def measure(definition: DecoderDefinition, params: Params, batch: dict[str, Any]
     return out | seen
 
 
-def compile_probe(definition: DecoderDefinition) -> Any:
+def compile_probe(definition: DecoderDefinition, options: dict[str, bool | int] | None = None) -> Any:
     """``probe(params, batch) -> {name: array}``, compiled."""
-    return jax.jit(partial(measure, definition))
+    return jax.jit(partial(measure, definition), compiler_options=options)
 
 
 def probe_run(loaded: LoadedRun, sinkhorn: str | None = None) -> dict[str, np.ndarray]:

@@ -26,7 +26,7 @@ from mhc.model.decoder import DecoderDefinition
 from mhc.model.flops import count_parameters, flops_per_token, leaf_sizes
 from mhc.monitor import probes
 from mhc.monitor.writers import Progress, read_json, write_json
-from mhc.sharding import check_batch, make_mesh, put_batch
+from mhc.sharding import check_batch, compiler_options, make_mesh, put_batch, threads_of_one_cpu
 from mhc.train.checkpoint import Checkpoints, committed_steps
 from mhc.train.optimizer import GROUPS, group_of
 from mhc.train.record import Alarm, Record, batch_hash
@@ -131,7 +131,7 @@ class Run:
         self.mesh: Mesh = make_mesh(self.config.mesh, None if devices is None else list(devices))
         train = self.config.train
         check_batch(train.batch_size // train.accumulation, self.mesh, "train.batch_size / train.accumulation")
-        self.synchronous = self.mesh.size > 1 and self.mesh.devices.flat[0].platform == "cpu"
+        self.synchronous = threads_of_one_cpu(self.mesh)
         self.changes = self._check_stored()
         # Everything that the user's data can make fail comes before the first file is written.
         self.data = pipeline.train_iterator(
@@ -202,7 +202,9 @@ class Run:
         self.checkpoints = Checkpoints(workdir, config.checkpoint)
         closing.callback(self.checkpoints.close)
         self.flops_per_token = flops_per_token(config)
-        self.probe = probes.compile_probe(self.trainer.definition) if self.probe_batch is not None else None
+        self.probe = None
+        if self.probe_batch is not None:
+            self.probe = probes.compile_probe(self.trainer.definition, compiler_options(self.mesh))
         self.data_start = self.data.get_state()
         self.seconds_before = 0.0
         self.rewinds = 0

@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 from mhc.config import Config
 from mhc.model.decoder import DecoderDefinition, Params, SublayerView
 from mhc.monitor import guard
-from mhc.sharding import batch_sharding, shardings
+from mhc.sharding import batch_sharding, compiler_options, shardings
 from mhc.train.optimizer import GROUPS, group_of, learning_rate, make_optimizer, map_paths
 
 Batch = dict[str, jax.Array]
@@ -157,13 +157,18 @@ class Trainer:
         self.layout = shardings(self.abstract, mesh)
         batch = batch_sharding(mesh)
         # The initialiser runs once; on CPU, optimising its many random draws costs more than they do.
-        options = {"xla_backend_optimization_level": 0} if mesh.devices.flat[0].platform == "cpu" else None
-        self._jit_init = jax.jit(self._init, out_shardings=self.layout, compiler_options=options)
+        once = {"xla_backend_optimization_level": 0} if mesh.devices.flat[0].platform == "cpu" else {}
+        options = compiler_options(mesh)
+        self._jit_init = jax.jit(self._init, out_shardings=self.layout, compiler_options=options | once)
         self.step: Callable[[TrainState, Batch], tuple[TrainState, dict[str, Any]]] = jax.jit(
-            self._step, donate_argnums=0, in_shardings=(self.layout, batch), out_shardings=(self.layout, None)
+            self._step,
+            donate_argnums=0,
+            in_shardings=(self.layout, batch),
+            out_shardings=(self.layout, None),
+            compiler_options=options,
         )
         self.validate: Callable[[Params, Batch], dict[str, jax.Array]] = jax.jit(
-            self._validate, in_shardings=(self.layout.params, batch)
+            self._validate, in_shardings=(self.layout.params, batch), compiler_options=options
         )
 
     def finite_outputs(self, params: Params, batch: Batch, completed: int) -> jax.Array:
@@ -180,7 +185,7 @@ class Trainer:
             decoder = self.definition.bind(params)
             return decoder.hidden(batch["tokens"], batch["segment_ids"], batch["positions"], observe)[1]["finite"]
 
-        return jax.jit(run)(params, batch)
+        return jax.jit(run, compiler_options=compiler_options(self.mesh))(params, batch)
 
     def init(self, seed: int) -> TrainState:
         """A fresh state, made in its shards: the same weights on any mesh."""
