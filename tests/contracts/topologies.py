@@ -103,7 +103,7 @@ def _kind(name: str) -> Kind:
     mhc = kinds.MHC
     return Kind(
         name,
-        streams=(3,),
+        streams=(2,),
         why_streams="one N is enough for a test",
         inits=("home", "equivalent"),
         options=mhc.options,

@@ -106,14 +106,13 @@ class Tower:
         return jnp.stack(out)
 
     @functools.cached_property
-    def forward(self) -> tuple[Forward, Forward, jax.Array]:
-        """At init: with float32 and with bfloat16 streams, and ``unrolled``."""
+    def forward(self) -> tuple[Forward, Forward]:
+        """At init, with float32 and with bfloat16 streams."""
 
-        def every(params: Params) -> Any:
-            runs = [self.run(params, inputs().astype(dtype)) for dtype in (jnp.float32, jnp.bfloat16)]
-            return *runs, self.unrolled(params)
+        def both(params: Params) -> tuple[Forward, ...]:
+            return tuple(self.run(params, inputs().astype(dtype)) for dtype in (jnp.float32, jnp.bfloat16))
 
-        return jax.jit(lambda params: jax.lax.map(every, params))(self.initial)
+        return jax.jit(lambda params: jax.lax.map(both, params))(self.initial)
 
     def loss(self, params: Params) -> tuple[jax.Array, jax.Array]:
         out, streams, _ = self.run(params, inputs())
