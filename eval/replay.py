@@ -376,7 +376,7 @@ def _forward(
 
     take = config.monitor.probe_sequences if rows is None else rows or None
     part = {name: batch[name][:take] for name in probes.BATCH_FIELDS}
-    seen = jax.device_get(probes.compile_probe(trainer.definition)(state.params, part))
+    seen = jax.device_get(probes.compile_probe(trainer.definition, trainer.mesh)(state.params, part))
     size = len(seen["activation/residual_rms"])
     attention = np.full(size, np.nan)
     attention[::2] = seen["activation/attention_logit_max"]

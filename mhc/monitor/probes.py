@@ -10,12 +10,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
 from mhc.config import Config
 from mhc.data import pipeline, tokenizers
 from mhc.model.attention import Attention
 from mhc.model.decoder import DecoderDefinition, Params, SublayerView
 from mhc.residual.functional import composite_gains, composite_maps, single_gains
+from mhc.sharding import compiler_options
 from mhc.train.checkpoint import LoadedRun
 
 BATCH_FIELDS = ("tokens", "segment_ids", "positions")
@@ -144,8 +146,9 @@ def measure(definition: DecoderDefinition, params: Params, batch: dict[str, Any]
     return out | seen
 
 
-def compile_probe(definition: DecoderDefinition, options: dict[str, bool | int] | None = None) -> Any:
-    """``probe(params, batch) -> {name: array}``, compiled."""
+def compile_probe(definition: DecoderDefinition, mesh: Mesh | None = None) -> Any:
+    """``probe(params, batch) -> {name: array}``, compiled; ``mesh``: that of the parameters, where they lie on one."""
+    options = compiler_options(mesh) if mesh is not None else None
     return jax.jit(partial(measure, definition), compiler_options=options)
 
 

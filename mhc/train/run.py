@@ -26,7 +26,7 @@ from mhc.model.decoder import DecoderDefinition
 from mhc.model.flops import count_parameters, flops_per_token, leaf_sizes
 from mhc.monitor import probes
 from mhc.monitor.writers import Progress, read_json, write_json
-from mhc.sharding import check_batch, compiler_options, make_mesh, put_batch, threads_of_one_cpu
+from mhc.sharding import check_batch, make_mesh, put_batch, threads_of_one_cpu
 from mhc.train.checkpoint import Checkpoints, committed_steps
 from mhc.train.optimizer import GROUPS, group_of
 from mhc.train.record import Alarm, Record, batch_hash
@@ -204,7 +204,7 @@ class Run:
         self.flops_per_token = flops_per_token(config)
         self.probe = None
         if self.probe_batch is not None:
-            self.probe = probes.compile_probe(self.trainer.definition, compiler_options(self.mesh))
+            self.probe = probes.compile_probe(self.trainer.definition, self.mesh)
         self.data_start = self.data.get_state()
         self.seconds_before = 0.0
         self.rewinds = 0

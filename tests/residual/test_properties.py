@@ -103,13 +103,12 @@ def test_the_identity_is_a_vertex_and_the_uniform_matrix_the_centre(kind: str, p
     assert abs(np.linalg.norm(vertex @ difference) - 2**0.5) < 1e-5
 
 
-@settings(max_examples=30)
-@given(seed=seeds)
-def test_hc_is_bounded_by_nothing(seed: int) -> None:
-    """The contrast: the same product of unconstrained maps leaves 1."""
-    h = np.eye(N) + 0.1 * np.random.default_rng(seed).normal(size=(100, N, N))
-    gains = composite_gains(jnp.asarray(h, jnp.float32))
-    assert abs(float(gains.forward[-1]) - 1) > 1e-2
+def test_hc_is_bounded_by_nothing() -> None:
+    """The contrast: the same products of unconstrained maps leave 1, for most draws by far."""
+    draws = np.random.default_rng(0).normal(size=(100, 64, N, N))  # 64 tokens
+    gains = composite_gains(jnp.asarray(np.eye(N) + 0.1 * draws, jnp.float32))
+    assert float(np.median(np.abs(np.log(gains.forward[-1])))) > 0.2
+    assert float(np.max(gains.forward[-1])) > 5
 
 
 @settings(max_examples=20)
