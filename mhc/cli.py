@@ -139,6 +139,8 @@ def _run_config_file(path: str) -> ConfigDict:
 
 def check_writable(folder: str) -> Path:
     """The path of a folder that is there or can be made; makes nothing. Raises UserError where it cannot be written."""
+    if not folder:
+        raise UserError("--workdir: given '', allowed: the folder of the run, e.g. runs/a")
     path = Path(folder)
     parent = path
     while not parent.exists():

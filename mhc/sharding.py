@@ -97,7 +97,8 @@ def logical_axes(path: str, ndim: int) -> tuple[str, ...]:
     Raises:
       ValueError: no rule covers the path, or its rule has another number of axes.
     """
-    if ndim == 0 or re.match(r"(^|.*/)guard/", path):
+    # What is no copy of a parameter lies whole on every device: the guard's windows, Muon's polynomial coefficients.
+    if ndim == 0 or re.search(r"(^|/)guard/|/ns_coeffs$", path):
         return ("window",) * ndim
     axes = _declared_axes(path)
     full = ("layers", *axes) if re.search(r"(^|/)blocks/", path) else axes

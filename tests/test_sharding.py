@@ -107,6 +107,14 @@ def test_every_parameter_of_every_kind_has_a_layout(kind, mesh):
             partition_spec(path, shape, mesh)
 
 
+@pytest.mark.parametrize("name", ["adamw", "sgd", "muon"])
+@pytest.mark.parametrize("kind", ["plain", "hc", "mhc"])
+def test_all_that_an_optimiser_keeps_has_a_layout(name, kind, mesh):
+    """The whole train state, whatever the optimiser holds beside copies of the parameters."""
+    made = Trainer(small(kind, optimizer={"name": name}), mesh)
+    assert jax.tree.structure(made.layout) == jax.tree.structure(made.abstract)
+
+
 def test_streams_are_never_split(mesh):
     """Every map needs all N of them."""
     for kind in kinds.names():

@@ -292,7 +292,7 @@ class TokenFiles(_Files):
                 if len(chunk) and (int(chunk.max()) >= size or int(chunk.min()) < 0):
                     place = int(np.flatnonzero((chunk >= size) | (chunk < 0))[0])
                     raise UserError(
-                        f"{path}, token {start + place}: id {int(chunk[place])} is not below the vocabulary's {size} "
+                        f"{path}, token {start + place}: id {int(chunk[place])} is not of 0 to {size - 1}, the ids "
                         f"(data.tokenizer={self._data.tokenizer})"
                     )
 

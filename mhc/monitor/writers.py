@@ -214,13 +214,19 @@ class WandbWriter:
         UserError: wandb is not installed.
     """
 
-    def __init__(self, directory: str | os.PathLike[str], *, mode: str, config: Mapping[str, Any]) -> None:
+    @staticmethod
+    def check(mode: str) -> Any:
+        """The module wandb. Raises UserError where it is not installed: to be called before anything is written."""
         try:
             import wandb  # an extra of this project, and heavy
         except ImportError:
             raise UserError(
                 f"monitor.wandb: given {mode!r}, allowed: 'off' until wandb is installed (pip install 'mhc-jax[wandb]')"
             ) from None
+        return wandb
+
+    def __init__(self, directory: str | os.PathLike[str], *, mode: str, config: Mapping[str, Any]) -> None:
+        wandb = self.check(mode)
         folder = Path(directory) / "wandb"
         folder.mkdir(parents=True, exist_ok=True)
         if not (folder / "id").is_file():

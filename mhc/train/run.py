@@ -25,7 +25,7 @@ from mhc.errors import UserError
 from mhc.model.decoder import DecoderDefinition
 from mhc.model.flops import count_parameters, flops_per_token, leaf_sizes
 from mhc.monitor import probes
-from mhc.monitor.writers import Progress, read_json, write_json
+from mhc.monitor.writers import Progress, WandbWriter, read_json, write_json
 from mhc.sharding import check_batch, make_mesh, put_batch, threads_of_one_cpu
 from mhc.train.checkpoint import Checkpoints, committed_steps
 from mhc.train.optimizer import GROUPS, group_of
@@ -132,6 +132,8 @@ class Run:
         train = self.config.train
         check_batch(train.batch_size // train.accumulation, self.mesh, "train.batch_size / train.accumulation")
         self.synchronous = threads_of_one_cpu(self.mesh)
+        if self.config.monitor.wandb != "off":
+            WandbWriter.check(self.config.monitor.wandb)
         self.changes = self._check_stored()
         # Everything that the user's data can make fail comes before the first file is written.
         self.data = pipeline.train_iterator(
@@ -172,7 +174,10 @@ class Run:
         with contextlib.ExitStack() as closing:
             closing.callback(self.data.close)
             closing.enter_context(self._signals())
-            self.workdir.mkdir(parents=True, exist_ok=True)
+            try:
+                self.workdir.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise UserError(f"{self.workdir}: the folder cannot be made: {error.strerror}") from None
             closing.enter_context(lock(self.workdir))
             train, monitor = self.config.train, self.config.monitor
             self.progress = Progress(train.steps, every=monitor.progress_every, label=self.workdir.name)

@@ -229,8 +229,11 @@ MISTAKES: dict[str, tuple[Callable[[Path], str] | str, str]] = {
     "no gzip": (file("a.txt.gz", b"plain"), "a.txt.gz is not a readable gzip file: Not a gzipped file"),
     "broken gzip": (file("a.txt.gz", gzip.compress(b"abc" * 999)[:-12]), "a.txt.gz is not a readable gzip file: "),
     "no text file": (file("a.parquet", b"PAR1"), "a.parquet is not a text file; text: reads plain text and .jsonl"),
-    "token too large": (npy(np.array([5] * 300 + [258])), "a.npy, token 300: id 258 is not below the vocabulary's 258"),
-    "negative token": (npy(np.array([5] * 300 + [-1])), "a.npy, token 300: id -1 is not below"),
+    "token too large": (
+        npy(np.array([5] * 300 + [258])),
+        "a.npy, token 300: id 258 is not of 0 to 257, the ids",
+    ),
+    "negative token": (npy(np.array([5] * 300 + [-1])), "a.npy, token 300: id -1 is not of 0 to 257"),
     "two axes": (npy(np.zeros((2, 2), np.int32)), r"a.npy: wanted one axis of integers, found shape \(2, 2\) of int32"),
     "floats": (npy(np.zeros(3)), r"a.npy: wanted one axis of integers, found shape \(3,\) of float64"),
     "no npy": (file("a.npy", b"xx", "tokens"), "a.npy is not a readable .npy file: "),
