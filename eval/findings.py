@@ -270,12 +270,14 @@ def _recomputed(arms: Sequence[Arm], recomputed: Mapping[str, Recomputed] | None
     out = []
     if known:
         worst = max(known, key=lambda name: known[name])
+        every = len(recomputed) == len(arms)
         verdict = "agree with" if known[worst] <= AGREEMENT else "DIFFER from"
+        source = "final checkpoints" if every else "final checkpoint of one arm of each topology"
         out.append(
-            f"Gains recomputed from the final checkpoints {verdict} the logged ones: largest relative difference "
+            f"Gains recomputed from the {source} {verdict} the logged ones: largest relative difference "
             f"{known[worst]:.1e} ({worst}), limit {AGREEMENT:g}."
         )
-    missing = [f"{arm.name} ({recomputed[arm.name].reason})" for arm in arms if recomputed[arm.name].difference is None]
+    missing = [f"{name} ({result.reason})" for name, result in recomputed.items() if result.difference is None]
     if missing:
         out.append(f"Gains could not be compared with the logged ones for {_join(missing)}.")
     return out

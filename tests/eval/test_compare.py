@@ -353,6 +353,21 @@ def test_recomputed_gains_that_differ_are_said(tmp_path: Path, monkeypatch: pyte
     assert any("DIFFER from the logged ones" in text for text in sentences)
 
 
+def test_of_many_arms_one_a_topology_is_recomputed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quick: None
+) -> None:
+    install_checkpoints(monkeypatch, error=1e-6)
+    for kind in ("plain", "hc", "mhc"):
+        for seed in range(3):
+            write_run(tmp_path / f"{kind}{seed}", config(kind, seed=seed, steps=20, layers=2))
+    page = compare([tmp_path]).read_text()
+    summary = read_json(tmp_path / "summary.json")
+    known = {name for name, arm in summary["arms"].items() if arm["recomputed_gain_difference"] is not None}
+    assert known == {"plain0", "hc0", "mhc0"}
+    assert any("of one arm of each topology agree with the logged ones" in text for text in summary["findings"])
+    assert "One arm of each topology, the first seed at its best rate." in page
+
+
 def test_reasons_for_no_difference(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     install_checkpoints(monkeypatch, step=7)
     write_run(tmp_path / "hc", config("hc", steps=20))
