@@ -136,7 +136,8 @@ def draw(
             drawn.append(Drawn(sheet.save(folder, data), title, caption, sheet.wide, section))
 
     which = gallery.which
-    add("main", gallery.loss(), "Training loss", f"{which} {gallery.raw}; hollow points: validation. {gallery.marks}")
+    hollow, points = ("", "") if gallery.crowded else ("; hollow points: validation", "; points: validation")
+    add("main", gallery.loss(), "Training loss", f"{which} {gallery.raw}{hollow}. {gallery.marks}")
     add(
         "main",
         gallery.validation(baselines),
@@ -147,11 +148,16 @@ def draw(
         "main",
         gallery.gap(),
         "Loss gap to plain",
-        "Loss minus plain's at the same step (below zero is better than plain), smoothed; points: validation. "
+        f"Loss minus plain's at the same step (below zero is better than plain), smoothed{points}. "
         "Plain is the arm that differs in the residual alone, or also in the learning rate where each has its own; "
         "without one, the mean of those with the same seeds, else of all.",
     )
-    add("main", gallery.grad_norm(), "Gradient norm", f"Global norm before clipping, log scale. {gallery.raw}.")
+    add(
+        "main",
+        gallery.grad_norm(),
+        "Gradient norm",
+        f"Global norm before clipping, log scale. {gallery.raw} (geometric mean). {gallery.marks}",
+    )
     add(
         "main",
         _paired_sheet(pairs, everyone),
@@ -192,7 +198,8 @@ def draw(
         "stability",
         gallery.gain_depth("gain_depth_peak", mixing, lambda gains: int(np.argmax(gains.max(axis=1)))),
         "Composite gain over depth at its peak",
-        "The same at the probe at which each series' gain in that direction is largest (the legend names the step).",
+        "The same at the probe at which each series' gain in that direction is largest"
+        + (", a mean over its arms." if gallery.crowded else " (the legend names the step)."),
     )
     left_out = f" The first {MOST_MAPS} of {len(mixing)} series." if len(mixing) > MOST_MAPS else ""
     add(
@@ -212,7 +219,7 @@ def draw(
         ),
         "Doubly stochastic error",
         "How far the row and column sums of H_res are from 1: the largest over tokens and sublayers. HC does not ask "
-        "for 1; mHC's last half-step makes one of the two exact.",
+        "for 1; mHC's last half-step makes one of the two exact. What is exactly 0 (identity) is not drawn.",
     )
     add(
         "stream",
@@ -401,20 +408,29 @@ class _Gallery:
         sheet = Sheet("grad_norm", legend=self.legend(self.series), y="gradient norm")
         for series in self.series:
             for arm in series.arms:
-                self._curve(sheet, arm.name, *arm.column("grad_norm"), series.style)
+                self._curve(sheet, arm.name, *arm.column("grad_norm"), series.style, geometric=True)
         clips = {arm.flat.get("optimizer.clip_norm") for arm in self.shown}
         clip = clips.pop() if len(clips) == 1 else None
         if clip is not None:
             sheet.level(0, clip, f"clipped to {clip:g}", dotted=True)
         sheet.log(0)
+        flagged = finite_range(episode.grad_norm for arm in self.shown for episode in self.histories[arm.name].episodes)
+        axes = sheet.panels[0]
+        if flagged is not None and flagged[1] > axes.get_ylim()[1]:
+            axes.set_ylim(top=1.3 * flagged[1])
+            sheet.log(0)
         self._mark(sheet, "grad_norm")
         return sheet
 
-    def _curve(self, sheet: Sheet, name: str, x: Floats, y: Floats, style: Style) -> None:
-        """The smoothed series, over its raw values; a cross where it stops being finite."""
+    def _curve(self, sheet: Sheet, name: str, x: Floats, y: Floats, style: Style, *, geometric: bool = False) -> None:
+        """The smoothed series, over its raw values; a cross where it stops being finite.
+
+        ``geometric``: smoothed as the log scale shows it, so that one large value does not lift all its neighbours.
+        """
         if not self.crowded:
             sheet.line(0, name, x, np.where(np.isfinite(y), y, np.nan), style, what="raw", width=0.7, alpha=0.3)
-        sheet.line(0, name, x, smooth(y), style, what="smoothed", width=1.1 if self.crowded else 1.6)
+        smoothed = np.exp(smooth(np.log(np.maximum(y, 1e-30)))) if geometric else smooth(y)
+        sheet.line(0, name, x, smoothed, style, what="smoothed", width=1.1 if self.crowded else 1.6)
         broken = np.flatnonzero(~np.isfinite(y))
         if len(broken):
             before = np.flatnonzero(np.isfinite(y[: broken[0]]))

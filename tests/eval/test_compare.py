@@ -416,7 +416,9 @@ def test_twenty_arms_fit_a_small_page(tmp_path: Path, monkeypatch: pytest.Monkey
     """Rates, seeds, events: every figure, its data, and a page that a browser opens at once."""
     monkeypatch.setattr(compare_module, "baselines", lambda data: Baselines(4.6, 3.6, None, 1000, 100))
     page = compare([grid(tmp_path)], recompute_gains=False)
-    assert page.stat().st_size < 5_000_000
+    assert page.stat().st_size < 2_500_000
+    for words in ("points: validation", "the legend names the step"):  # of few arms
+        assert words not in page.read_text()
     stems = {file.stem for file in (tmp_path / "figures").glob("*.png")}
     assert stems == FIGURES | {"lr_sensitivity"}
     for stem in stems:
@@ -446,6 +448,21 @@ def test_many_arms_are_drawn_by_topology(tmp_path: Path) -> None:
 
 
 # -- figures ------------------------------------------------------------------------------------------------------
+
+
+def test_a_large_gradient_norm_stands_in_view_and_does_not_lift_its_neighbours(tmp_path: Path) -> None:
+    for seed in range(10):
+        events = [spike(100, flagged=["grad_norm"], grad_norm=1e4)] if seed == 3 else []
+        write_run(tmp_path / f"hc{seed}", config("hc", seed=seed, steps=200, layers=1), events=events)
+    arms = arms_in(tmp_path)
+    large = next(index for index, arm in enumerate(arms) if arm.name == "hc3")
+    rows = [{**row, "grad_norm": 1e4 if row["step"] == 100 else row["grad_norm"]} for row in arms[large].metrics]
+    arms[large] = dataclasses.replace(arms[large], metrics=rows)
+    sheet = _Gallery(arms, topologies(arms), [history(arm) for arm in arms]).grad_norm()
+    assert sheet.panels[0].get_ylim()[1] > 1e4
+    norms = arms[large].column("grad_norm")[1]
+    drawn = [y for _, series, what, _, y in sheet.table if (series, what) == ("hc3", "smoothed")]
+    assert max(drawn[94:105]) < 10 * np.median(norms) < np.mean(norms[94:105])
 
 
 def test_a_kind_keeps_its_colour_and_its_arms_stay_apart(tmp_path: Path) -> None:
