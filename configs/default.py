@@ -21,31 +21,81 @@ def get_config() -> ConfigDict:
     model.dtype = "float32"  # compute dtype: float32 | bfloat16; parameters and maps stay float32
     model.remat = "none"  # what the backward pass computes again: none | full | dots
     model.scan = True  # scan over blocks; False unrolls them: same numbers, longer compile
+    model.embed_scale = False  # multiply embeddings by sqrt(D)
 
     config.attention = attention = ConfigDict()
+    attention.kind = "heads"  # heads (multi-head, grouped, multi-query by kv_heads) | mla (latent keys and values)
     attention.heads = 4  # query heads H
     attention.kv_heads = placeholder(int)  # key and value heads G, a divisor of heads; None: heads
-    attention.head_dim = placeholder(int)  # width K of a head, even under rope; None: width / heads
-    attention.impl = "auto"  # auto | xla | sdpa (jax.nn.dot_product_attention)
+    attention.head_dim = placeholder(int)  # width K of a head (mla: without its rotary part); None: width / heads
+    attention.value_dim = placeholder(int)  # mla: width of a head's values; None: head_dim
+    attention.kv_rank = 512  # mla: width C of the latent that keys and values come from
+    attention.q_rank = placeholder(int)  # mla: width of the latent that queries come from; None: straight from D
+    attention.rope_dim = placeholder(int)  # mla: width R of the rotary part; None: head_dim / 2 under rope, else 0
+    attention.qk_norm = False  # RMSNorm with a weight on each head's queries and keys
+    attention.softcap = placeholder(float)  # c tanh(logits / c); None: no cap
+    attention.scale = placeholder(float)  # of the logits; None: 1 / sqrt(width of a query head)
+    attention.bias = False  # biases on the four projections
+    attention.window = placeholder(int)  # a query sees the last `window` positions, its own included; None: all
+    attention.global_every = 0  # each global_every-th layer sees all positions whatever the window; 0: none
+    attention.prefix = 0  # first positions of a document that see one another; targets among them do not count
+    attention.impl = "auto"  # auto | xla | sdpa (jax.nn.dot_product_attention) | flash (JAX's TPU kernel)
 
     config.positions = positions = ConfigDict()
-    positions.kind = "rope"  # rope | none
-    positions.theta = 10_000.0  # base of the rotary frequencies
+    positions.kind = "rope"  # rope | learned | sinusoidal | relative_bias (T5) | alibi | none
+    positions.theta = 10_000.0  # rope: base of the rotary frequencies
+    positions.scaling = "none"  # rope: none | linear | ntk | dynamic | yarn | llama3
+    positions.factor = 1.0  # rope with scaling: how much longer than original_length
+    positions.original_length = placeholder(int)  # dynamic, yarn, llama3: length trained unscaled; None: T
+    positions.low_frequency = 1.0  # llama3: turns within original_length below which all is scaled
+    positions.high_frequency = 4.0  # llama3: turns within original_length above which nothing is scaled
+    positions.beta_fast = 32.0  # yarn: turns within original_length above which nothing is scaled
+    positions.beta_slow = 1.0  # yarn: turns within original_length below which all is scaled
+    positions.attention_factor = placeholder(float)  # yarn: of cosines and sines; None: 0.1 ln(factor) + 1
+    positions.max_length = placeholder(int)  # learned: rows of the table; None: T
+    positions.buckets = 32  # relative_bias: buckets, half of them one distance each
+    positions.max_distance = 128  # relative_bias: distance at which the last bucket begins
 
     config.mlp = mlp = ConfigDict()
-    mlp.kind = "swiglu"  # swiglu (three matrices) | gelu (two)
-    mlp.width = placeholder(int)  # hidden width F; None: 4 D (gelu), 8/3 D rounded up to a multiple of 8 (swiglu)
+    mlp.kind = "swiglu"  # two matrices: relu | gelu | silu; three: glu (sigmoid gate) | geglu | swiglu
+    mlp.width = placeholder(int)  # hidden width F; None: 4 D, with a gate 8/3 D rounded up to a multiple of 8
+    mlp.clamp = placeholder(float)  # with a gate: its input is clipped to ±clamp; None: not
+    mlp.bias = False  # biases on the projections
+
+    config.moe = moe = ConfigDict()
+    moe.experts = 0  # routed experts E; 0: dense
+    moe.top_k = 2  # routed experts a token goes to; none is dropped
+    moe.width = placeholder(int)  # hidden width F of an expert; None: mlp.width / top_k
+    moe.shared = 0  # experts of that width that every token goes to
+    moe.dense_layers = 0  # leading layers with a dense feed-forward
+    moe.score = "softmax"  # of the router's logits: softmax | sigmoid
+    moe.normalize = True  # the chosen scores are divided by their sum
+    moe.scale = 1.0  # factor of the routed experts' sum
+    moe.balance = "loss_free"  # loss_free (a bias in the choice, moved against the load) | auxiliary (a loss) | none
+    moe.balance_rate = 1e-3  # loss_free: step of the bias
+    moe.balance_loss = 1e-2  # auxiliary: coefficient of the loss, a layer
+    moe.z_loss = 0.0  # coefficient of the mean squared log-sum-exp of the router's logits, a layer
 
     config.norm = norm = ConfigDict()
-    norm.eps = 1e-6  # RMSNorm: added to the mean square inside the root
+    norm.kind = "rmsnorm"  # rmsnorm | layernorm
+    norm.placement = "pre"  # pre F(norm u) | post norm F(u) | sandwich norm F(norm u): always inside F
+    norm.final = True  # a norm before the head
+    norm.embedding = False  # a norm after the embedding
+    norm.eps = 1e-6  # added to the mean square inside the root
+    norm.gamma_init = 1.0  # initial scale of the sublayers' norms
+    norm.gamma_frozen = False  # the sublayers' scales are not trained
+    norm.gamma_schedule = placeholder(float)  # their scale at train.steps, linearly from gamma_init; None: trained
 
     config.head = head = ConfigDict()
     head.tied = False  # use the embedding as the head's weight
+    head.softcap = placeholder(float)  # c tanh(logits / c); None: no cap
+    head.z_loss = 0.0  # coefficient of the mean squared log-sum-exp of the logits in the objective
 
     config.init = init = ConfigDict()
     init.kind = "normal"  # normal | fan_in (standard deviation 1/sqrt(fan-in))
     init.std = 0.02  # standard deviation of `normal`
     init.scale_residual = True  # divide the sublayers' output projections by sqrt(2L)
+    init.scale_streams = False  # multiply them by sqrt(N), as the HC paper does
 
     config.residual = residual = ConfigDict()
     residual.kind = "mhc"  # topology: plain | hc | mhc | mhc_lite | kromhc | identity

@@ -154,39 +154,126 @@ class ModelConfig(_Group, group="model"):
     dtype: str = _field("float32", "compute dtype (parameters and maps stay float32)", choices=("float32", "bfloat16"))
     remat: str = _field("none", "what the backward pass computes again", choices=("none", "full", "dots"))
     scan: bool = _field(True, "scan over blocks; False unrolls them: same numbers, longer compile")
+    embed_scale: bool = _field(False, "multiply embeddings by sqrt(D)")
 
 
 @dataclasses.dataclass(frozen=True)
 class AttentionConfig(_Group, group="attention"):
     """Causal self-attention."""
 
+    kind: str = _field(
+        "heads",
+        "heads: multi-head, grouped or multi-query by kv_heads; mla: latent keys and values",
+        choices=("heads", "mla"),
+    )
     heads: int = _field(4, "query heads H", low=1)
-    kv_heads: int | None = _field(None, "key and value heads G, a divisor of heads; None: heads", low=1)
-    head_dim: int | None = _field(None, "width K of a head; None: width / heads", low=1)
-    impl: str = _field("auto", "sdpa is jax.nn.dot_product_attention", choices=("auto", "xla", "sdpa"))
+    kv_heads: int | None = _field(None, "heads: key and value heads G, a divisor of heads; None: heads", low=1)
+    head_dim: int | None = _field(None, "width K of a head (mla: without its rotary part); None: width / heads", low=1)
+    value_dim: int | None = _field(None, "mla: width of a head's values; None: head_dim", low=1)
+    kv_rank: int = _field(512, "mla: width C of the latent that keys and values come from", low=1)
+    q_rank: int | None = _field(None, "mla: width of the latent that queries come from; None: straight from D", low=1)
+    rope_dim: int | None = _field(
+        None, "mla: width R of the rotary part, one key for all heads; None: head_dim / 2 under rope, else 0", low=0
+    )
+    qk_norm: bool = _field(False, "RMSNorm with a weight on each head's queries and keys, before rotation")
+    softcap: float | None = _field(None, "c tanh(logits / c); None: no cap", above=0)
+    scale: float | None = _field(None, "of the logits; None: 1 / sqrt(width of a query head)", above=0)
+    bias: bool = _field(False, "biases on the four projections")
+    window: int | None = _field(None, "a query sees the last `window` positions, its own included; None: all", low=1)
+    global_every: int = _field(0, "each global_every-th layer sees all positions whatever the window; 0: none", low=0)
+    prefix: int = _field(
+        0, "first positions of a document that see one another both ways; targets among them do not count", low=0
+    )
+    impl: str = _field(
+        "auto",
+        "xla: the reference; sdpa: jax.nn.dot_product_attention; flash: JAX's splash kernel for TPU",
+        choices=("auto", "xla", "sdpa", "flash"),
+    )
 
 
 @dataclasses.dataclass(frozen=True)
 class PositionsConfig(_Group, group="positions"):
     """How attention knows positions."""
 
-    kind: str = _field("rope", "rotary embedding of queries and keys, or nothing", choices=("rope", "none"))
-    theta: float = _field(10_000.0, "base of the rotary frequencies", above=0)
+    kind: str = _field(
+        "rope",
+        "rope: rotary; learned, sinusoidal: added to the embedding; relative_bias (T5), alibi: added to the logits",
+        choices=("rope", "learned", "sinusoidal", "relative_bias", "alibi", "none"),
+    )
+    theta: float = _field(10_000.0, "rope: base of the rotary frequencies", above=0)
+    scaling: str = _field(
+        "none",
+        "rope: frequencies for contexts longer than original_length",
+        choices=("none", "linear", "ntk", "dynamic", "yarn", "llama3"),
+    )
+    factor: float = _field(1.0, "rope with scaling: how much longer", low=1)
+    original_length: int | None = _field(
+        None, "dynamic, yarn, llama3: length trained without scaling; None: data.sequence_length", low=1
+    )
+    low_frequency: float = _field(1.0, "llama3: turns within original_length below which all is scaled", above=0)
+    high_frequency: float = _field(4.0, "llama3: turns within original_length above which nothing is scaled", above=0)
+    beta_fast: float = _field(32.0, "yarn: turns within original_length above which nothing is scaled", above=0)
+    beta_slow: float = _field(1.0, "yarn: turns within original_length below which all is scaled", above=0)
+    attention_factor: float | None = _field(
+        None, "yarn: factor of cosines and sines; None: 0.1 ln(factor) + 1", above=0
+    )
+    max_length: int | None = _field(None, "learned: rows of the table; None: data.sequence_length", low=1)
+    buckets: int = _field(32, "relative_bias: buckets, half of them one distance each", low=2)
+    max_distance: int = _field(128, "relative_bias: distance at which the last bucket begins", low=2)
 
 
 @dataclasses.dataclass(frozen=True)
 class MlpConfig(_Group, group="mlp"):
-    """The feed-forward sublayer."""
+    """The dense feed-forward sublayer."""
 
-    kind: str = _field("swiglu", "gated SiLU (three matrices) or GELU (two)", choices=("swiglu", "gelu"))
-    width: int | None = _field(None, "F; None: 4 D (gelu), 8/3 D rounded up to a multiple of 8 (swiglu)", low=1)
+    kind: str = _field(
+        "swiglu",
+        "two matrices with relu, gelu or silu, or three with a gate: glu (sigmoid), geglu (gelu), swiglu (silu)",
+        choices=("relu", "gelu", "silu", "glu", "geglu", "swiglu"),
+    )
+    width: int | None = _field(None, "F; None: 4 D, with a gate 8/3 D rounded up to a multiple of 8", low=1)
+    clamp: float | None = _field(None, "with a gate: its input is clipped to ±clamp; None: not", above=0)
+    bias: bool = _field(False, "biases on the projections")
+
+
+@dataclasses.dataclass(frozen=True)
+class MoeConfig(_Group, group="moe"):
+    """Mixture of experts in place of the dense feed-forward: dropless, each token to its top_k experts."""
+
+    experts: int = _field(0, "routed experts E; 0: dense", low=0)
+    top_k: int = _field(2, "routed experts a token goes to", low=1)
+    width: int | None = _field(None, "hidden width F of an expert; None: mlp.width / top_k", low=1)
+    shared: int = _field(0, "experts of that width that every token goes to", low=0)
+    dense_layers: int = _field(0, "leading layers with a dense feed-forward", low=0)
+    score: str = _field("softmax", "of the router's logits", choices=("softmax", "sigmoid"))
+    normalize: bool = _field(True, "the chosen scores are divided by their sum")
+    scale: float = _field(1.0, "factor of the routed experts' sum", above=0)
+    balance: str = _field(
+        "loss_free",
+        "loss_free: a bias in the choice, moved against the load (arXiv:2408.15664); auxiliary: a loss; none",
+        choices=("loss_free", "auxiliary", "none"),
+    )
+    balance_rate: float = _field(1e-3, "loss_free: step of the bias", above=0)
+    balance_loss: float = _field(1e-2, "auxiliary: coefficient of the loss (arXiv:2101.03961), a layer", above=0)
+    z_loss: float = _field(0.0, "coefficient of the mean squared log-sum-exp of the router's logits, a layer", low=0)
 
 
 @dataclasses.dataclass(frozen=True)
 class NormConfig(_Group, group="norm"):
-    """RMSNorm before each sublayer and before the head."""
+    """Norms of the sublayers (always inside F, the streams are never normalised) and before the head."""
 
+    kind: str = _field("rmsnorm", "layernorm also centres and has a bias", choices=("rmsnorm", "layernorm"))
+    placement: str = _field(
+        "pre", "pre: F(norm u); post: norm F(u); sandwich: norm F(norm u)", choices=("pre", "post", "sandwich")
+    )
+    final: bool = _field(True, "a norm before the head")
+    embedding: bool = _field(False, "a norm after the embedding")
     eps: float = _field(1e-6, "added to the mean square inside the root", low=0)
+    gamma_init: float = _field(1.0, "initial scale of the sublayers' norms")
+    gamma_frozen: bool = _field(False, "the sublayers' scales are not trained")
+    gamma_schedule: float | None = _field(
+        None, "scale of the sublayers' norms at train.steps, reached linearly from gamma_init, untrained; None: trained"
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -194,6 +281,8 @@ class HeadConfig(_Group, group="head"):
     """The projection to the vocabulary."""
 
     tied: bool = _field(False, "use the embedding as the head's weight")
+    softcap: float | None = _field(None, "c tanh(logits / c); None: no cap", above=0)
+    z_loss: float = _field(0.0, "coefficient of the mean squared log-sum-exp of the logits in the objective", low=0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -203,6 +292,7 @@ class InitConfig(_Group, group="init"):
     kind: str = _field("normal", "standard deviation `std`, or 1/sqrt(fan-in)", choices=("normal", "fan_in"))
     std: float = _field(0.02, "standard deviation of `normal`", above=0)
     scale_residual: bool = _field(True, "divide the sublayers' output projections by sqrt(2L)")
+    scale_streams: bool = _field(False, "multiply them by sqrt(N), as the HC paper does (arXiv:2409.19606)")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -373,6 +463,7 @@ class Config:
     attention: AttentionConfig = AttentionConfig()
     positions: PositionsConfig = PositionsConfig()
     mlp: MlpConfig = MlpConfig()
+    moe: MoeConfig = MoeConfig()
     norm: NormConfig = NormConfig()
     head: HeadConfig = HeadConfig()
     init: InitConfig = InitConfig()
@@ -390,6 +481,10 @@ class Config:
 
     def __post_init__(self) -> None:
         _check_shapes(self)
+        _check_attention(self)
+        _check_positions(self)
+        _check_feed_forward(self)
+        _check_norm(self.norm)
         _check_residual(self.residual)
         _check_schedule(self)
         _check_batch(self)
@@ -414,8 +509,52 @@ class Config:
     @property
     def mlp_width(self) -> int:
         """F."""
-        derived = 4 * self.model.width if self.mlp.kind == "gelu" else -(-8 * self.model.width // 24) * 8
+        derived = -(-8 * self.model.width // 24) * 8 if self.mlp.kind in GATED else 4 * self.model.width
         return self.mlp.width or derived
+
+    @property
+    def value_dim(self) -> int:
+        """Width of a head's values."""
+        return (self.attention.value_dim if self.attention.kind == "mla" else None) or self.head_dim
+
+    @property
+    def rope_dim(self) -> int:
+        """R: the rotary part of a head under mla, in addition to its K."""
+        if self.attention.kind != "mla":
+            return 0
+        derived = (self.head_dim // 4) * 2 if self.positions.kind == "rope" else 0
+        return derived if self.attention.rope_dim is None else self.attention.rope_dim
+
+    @property
+    def expert_width(self) -> int:
+        """Hidden width of an expert."""
+        return self.moe.width or max(self.mlp_width // self.moe.top_k, 1)
+
+    @property
+    def original_length(self) -> int:
+        """The length for which rotary frequencies are not scaled."""
+        return self.positions.original_length or self.data.sequence_length
+
+    @property
+    def max_length(self) -> int:
+        """Rows of a learned position table."""
+        return self.positions.max_length or self.data.sequence_length
+
+    @property
+    def streams(self) -> int:
+        """N."""
+        return self.residual.n or kinds.known()[self.residual.kind].default_streams
+
+    @property
+    def leading_layers(self) -> int:
+        """Blocks with a dense feed-forward before those with experts."""
+        return self.moe.dense_layers if self.moe.experts else 0
+
+    @property
+    def local_layers(self) -> tuple[bool, ...]:
+        """Of each layer, whether it sees only a window."""
+        every, windowed = self.attention.global_every, self.attention.window is not None
+        return tuple(windowed and not (every and (layer + 1) % every == 0) for layer in range(self.model.layers))
 
     @property
     def decay_steps(self) -> int:
@@ -449,10 +588,127 @@ def _check_shapes(config: Config) -> None:
         _refuse("attention.heads", heads, f"a divisor of model.width={width}, or set attention.head_dim")
     if kv_heads is not None and heads % kv_heads:
         _refuse("attention.kv_heads", kv_heads, f"a divisor of attention.heads={heads}")
-    if config.positions.kind == "rope" and config.head_dim % 2:
+    if config.positions.kind == "rope" and config.attention.kind == "heads" and config.head_dim % 2:
         if head_dim is None:
             _refuse("model.width", width, f"an even multiple of attention.heads={heads}, since rope rotates pairs")
         _refuse("attention.head_dim", head_dim, "an even number, since rope rotates pairs")
+
+
+def _only_with(group: _Group, fields: Sequence[str], reason: str) -> None:
+    """Refuse a field that would silently do nothing: any of ``fields`` that differs from its default."""
+    for field in dataclasses.fields(group):  # type: ignore[arg-type]
+        value = getattr(group, field.name)
+        if field.name in fields and value != field.default:
+            _refuse(f"{group.group}.{field.name}", value, f"{field.default} {reason}")
+
+
+def _check_attention(config: Config) -> None:
+    attention, rope = config.attention, config.positions.kind == "rope"
+    if attention.kind == "mla":
+        if attention.kv_heads not in (None, attention.heads):
+            _refuse(
+                "attention.kv_heads", attention.kv_heads, "None with attention.kind=mla: every head has its own keys"
+            )
+        if attention.bias:
+            _refuse("attention.bias", True, "False with attention.kind=mla: its latents are normalised instead")
+        if attention.qk_norm:
+            _refuse("attention.qk_norm", True, "False with attention.kind=mla: its latents are normalised instead")
+        if rope and (config.rope_dim == 0 or config.rope_dim % 2):
+            _refuse("attention.rope_dim", attention.rope_dim, "an even number from 2 with positions.kind=rope")
+        if not rope and config.rope_dim:
+            _refuse(
+                "attention.rope_dim", attention.rope_dim, "None or 0 unless positions.kind=rope: nothing is rotated"
+            )
+    else:
+        latent = ("value_dim", "kv_rank", "q_rank", "rope_dim")
+        defaults = {field.name: field.default for field in dataclasses.fields(AttentionConfig)}
+        # What `resolve` filled in says nothing.
+        given = {"value_dim": config.value_dim, "rope_dim": 0}
+        for name in latent:
+            value = getattr(attention, name)
+            if value not in (defaults[name], given.get(name, defaults[name])):
+                _refuse(
+                    f"attention.{name}", value, f"{defaults[name]} with attention.kind=heads: it is a choice of mla"
+                )
+    if attention.global_every == 1 or (attention.global_every and attention.window is None):
+        _refuse("attention.global_every", attention.global_every, "0, or from 2 with attention.window set")
+    if attention.prefix >= config.data.sequence_length:
+        _refuse("attention.prefix", attention.prefix, f"below data.sequence_length={config.data.sequence_length}")
+    if attention.impl in _IMPLEMENTATION_LIMITS:
+        lacks = implementation_lacks(config, attention.impl)
+        if lacks:
+            _refuse("attention.impl", attention.impl, f"auto or xla: {attention.impl} has no {lacks}")
+
+
+# What an implementation of attention cannot do. `auto` never chooses one for a model that needs it.
+_IMPLEMENTATION_LIMITS: dict[str, tuple[str, ...]] = {
+    "sdpa": ("softcap", "values of another width than the keys"),
+    "flash": ("additive bias (alibi, relative_bias)", "prefix mask"),
+}
+
+
+def implementation_lacks(config: Config, impl: str) -> str | None:
+    """What of the config ``impl`` (sdpa or flash) cannot honour, in words; None where it can do all."""
+    needs = {
+        "softcap": config.attention.softcap is not None,
+        "values of another width than the keys": config.value_dim != config.head_dim + config.rope_dim,
+        "additive bias (alibi, relative_bias)": config.positions.kind in ("alibi", "relative_bias"),
+        "prefix mask": config.attention.prefix > 0,
+    }
+    return next((what for what in _IMPLEMENTATION_LIMITS.get(impl, ()) if needs.get(what)), None)
+
+
+def _check_positions(config: Config) -> None:
+    positions, length = config.positions, config.data.sequence_length
+    if positions.kind != "rope":
+        _only_with(positions, ("scaling", "factor", "attention_factor"), "unless positions.kind=rope")
+    if positions.scaling == "none" and positions.factor != 1.0:
+        _refuse("positions.factor", positions.factor, "1.0 with positions.scaling=none")
+    if positions.scaling != "yarn":
+        _only_with(positions, ("attention_factor", "beta_fast", "beta_slow"), "unless positions.scaling=yarn")
+    if positions.scaling != "llama3":
+        _only_with(positions, ("low_frequency", "high_frequency"), "unless positions.scaling=llama3")
+    if positions.beta_slow >= positions.beta_fast:
+        _refuse("positions.beta_slow", positions.beta_slow, f"below positions.beta_fast={positions.beta_fast}")
+    if positions.low_frequency >= positions.high_frequency:
+        _refuse(
+            "positions.low_frequency",
+            positions.low_frequency,
+            f"below positions.high_frequency={positions.high_frequency}",
+        )
+    if positions.kind == "learned" and config.max_length < length:
+        _refuse("positions.max_length", positions.max_length, f"at least data.sequence_length={length}")
+    if positions.kind == "relative_bias" and positions.max_distance <= positions.buckets // 2:
+        _refuse(
+            "positions.max_distance", positions.max_distance, f"above half of positions.buckets={positions.buckets}"
+        )
+
+
+GATED = ("glu", "geglu", "swiglu")
+
+
+def _check_feed_forward(config: Config) -> None:
+    moe, layers = config.moe, config.model.layers
+    if config.mlp.kind not in GATED and config.mlp.clamp is not None:
+        _refuse("mlp.clamp", config.mlp.clamp, f"None with mlp.kind={config.mlp.kind}: it has no gate")
+    if not moe.experts:
+        _only_with(moe, ("shared", "dense_layers", "z_loss"), "with moe.experts=0")
+        if config.mesh.expert > 1:
+            _refuse("mesh.expert", config.mesh.expert, "1 with moe.experts=0: there are no experts to share out")
+        return
+    if moe.top_k > moe.experts:
+        _refuse("moe.top_k", moe.top_k, f"at most moe.experts={moe.experts}")
+    if moe.dense_layers >= layers:
+        _refuse("moe.dense_layers", moe.dense_layers, f"below model.layers={layers}, or moe.experts=0")
+    if moe.experts % config.mesh.expert:
+        _refuse("mesh.expert", config.mesh.expert, f"a divisor of moe.experts={moe.experts}")
+    if config.mlp.bias:
+        _refuse("mlp.bias", True, "False with moe.experts > 0: experts have no biases")
+
+
+def _check_norm(norm: NormConfig) -> None:
+    if norm.gamma_frozen and norm.gamma_schedule is not None:
+        _refuse("norm.gamma_frozen", True, "False with norm.gamma_schedule: a schedule is never trained")
 
 
 # Fields that only some kinds have, and their neutral values: another value would silently do nothing elsewhere.
@@ -609,8 +865,18 @@ def resolve(config: Config, vocab_size: int) -> Config:
     return dataclasses.replace(
         config,
         model=dataclasses.replace(model, vocab_size=model.vocab_size or vocab_size),
-        attention=dataclasses.replace(config.attention, kv_heads=config.kv_heads, head_dim=config.head_dim),
+        attention=dataclasses.replace(
+            config.attention,
+            kv_heads=config.kv_heads,
+            head_dim=config.head_dim,
+            value_dim=config.value_dim,
+            rope_dim=config.rope_dim,
+        ),
+        positions=dataclasses.replace(
+            config.positions, original_length=config.original_length, max_length=config.max_length
+        ),
         mlp=dataclasses.replace(config.mlp, width=config.mlp_width),
+        moe=dataclasses.replace(config.moe, width=config.expert_width),
         residual=dataclasses.replace(
             residual,
             n=residual.n or kind.default_streams,

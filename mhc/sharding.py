@@ -7,10 +7,12 @@ logical names, found by its path; a rule says on which mesh axis a logical axis 
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import logging
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
@@ -34,6 +36,9 @@ RULES: dict[str, str | None] = {
     "kv_heads": "tensor",
     "head_dim": None,
     "mlp": "tensor",
+    "experts": "expert",
+    "latent": None,
+    "positions": None,
     "streams": None,
     "maps": None,
     "layers": None,
@@ -46,12 +51,25 @@ RULES: dict[str, str | None] = {
 # residual topologies are declared with their kinds (mhc.kinds).
 PARAMETER_AXES: tuple[tuple[str, tuple[str, ...]], ...] = (
     (r"embed/table", ("vocab", "embed")),
+    (r"positions/table", ("positions", "embed")),
+    (r"positions/bias", ("positions", "heads")),
     (r"head/kernel", ("embed", "vocab")),
     (r"attention/core/query", ("embed", "heads", "head_dim")),
     (r"attention/core/(key|value)", ("embed", "kv_heads", "head_dim")),
     (r"attention/core/out", ("heads", "head_dim", "embed")),
-    (r"mlp/core/(gate|up)", ("embed", "mlp")),
-    (r"mlp/core/down", ("mlp", "embed")),
+    (r"attention/core/query_bias", ("heads", "head_dim")),
+    (r"attention/core/(key|value)_bias", ("kv_heads", "head_dim")),
+    (r"attention/core/(query|kv)_down", ("embed", "latent")),
+    (r"attention/core/(query|key|value)_up", ("latent", "heads", "head_dim")),
+    (r"mlp/core/(shared/)?(gate|up)", ("embed", "mlp")),
+    (r"mlp/core/(shared/)?down", ("mlp", "embed")),
+    (r"mlp/core/(gate|up)_bias", ("mlp",)),
+    (r"core/(out|down)_bias", ("norm",)),
+    (r"mlp/core/router", ("embed", "window")),
+    (r"mlp/core/router_bias", ("window",)),
+    (r"mlp/core/experts/(gate|up)", ("experts", "embed", "mlp")),
+    (r"mlp/core/experts/down", ("experts", "mlp", "embed")),
+    (r"norm/bias", ("norm",)),
     (r"norm/scale", ("norm",)),
 )
 
@@ -101,7 +119,7 @@ def logical_axes(path: str, ndim: int) -> tuple[str, ...]:
     if ndim == 0 or re.search(r"(^|/)guard/|/ns_coeffs$", path):
         return ("window",) * ndim
     axes = _declared_axes(path)
-    full = ("layers", *axes) if re.search(r"(^|/)blocks/", path) else axes
+    full = ("layers", *axes) if re.search(r"(^|/)(leading_)?blocks/", path) else axes
     if len(full) != ndim:
         raise ValueError(f"{path} has {ndim} axes, its layout rule has {full}")
     check_rules(full)
@@ -176,3 +194,34 @@ def compiler_options(mesh: Mesh) -> dict[str, bool | int]:
     by different devices, and wait for each other for ever: their order is fixed.
     """
     return {"xla_cpu_enable_concurrency_optimized_scheduler": False} if threads_of_one_cpu(mesh) else {}
+
+
+# The mesh that a program is traced for. Few parts of the model need it: kernels that no compiler can partition.
+_MESH: contextvars.ContextVar[Mesh | None] = contextvars.ContextVar("mesh", default=None)
+
+
+@contextlib.contextmanager
+def tracing_for(mesh: Mesh | None) -> Iterator[None]:
+    """What is traced inside is for this mesh: ``current_mesh`` gives it."""
+    token = _MESH.set(mesh)
+    try:
+        yield
+    finally:
+        _MESH.reset(token)
+
+
+def current_mesh() -> Mesh | None:
+    """The mesh of ``tracing_for``; None outside of it."""
+    return _MESH.get()
+
+
+def compiles_for_tpu() -> bool:
+    """Whether what is traced will run on a TPU, also where this process has none."""
+    mesh = _MESH.get()
+    return mesh is not None and mesh.devices.flat[0].platform == "tpu"
+
+
+def constrain_batch(x: jax.Array) -> jax.Array:
+    """``x`` [B, ...] with its rows split over the mesh of ``tracing_for``; unchanged without one."""
+    mesh = _MESH.get()
+    return x if mesh is None or mesh.size == 1 else jax.lax.with_sharding_constraint(x, batch_sharding(mesh))

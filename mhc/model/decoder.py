@@ -10,15 +10,36 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from mhc import residual
+from mhc import residual, sharding
 from mhc.config import Config, ResidualConfig
-from mhc.model.attention import Attention, causal_mask
-from mhc.model.layers import Embedding, Head, Mlp, RMSNorm, Sublayer
+from mhc.model.attention import (
+    AttentionContext,
+    Cache,
+    CacheContext,
+    attention_context,
+    make_attention,
+    relative_table,
+)
+from mhc.model.cache import (
+    DecoderCache,
+    LayerRun,
+    NewTokens,
+    cache_context,
+    check_length,
+    computes_again,
+    layer_runs,
+    place,
+    slots_of,
+)
+from mhc.model.layers import Embedding, Head, Mlp, Sublayer, kernel
+from mhc.model.moe import Moe
+from mhc.model.norms import make_norm
+from mhc.model.positions import sinusoidal
 from mhc.residual.protocol import Connection, Context, ResidualTopology, State
 from mhc.rng import PathKey, path_key
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Float, Int
+    from jaxtyping import Array, Bool, Float, Int
 
 
 class SublayerView(NamedTuple):
@@ -46,34 +67,66 @@ def build_topology(config: ResidualConfig, width: int, key: PathKey) -> Residual
     return residual.build(kind, width, rngs=key, **options)
 
 
-class Block(nnx.Module):
-    """Attention, then feed-forward, each an F with its own residual connection."""
+class Seen(NamedTuple):
+    """What a block leaves beside the state."""
 
-    def __init__(self, config: Config, topology: ResidualTopology, layer: int | jax.Array, *, key: PathKey):
-        self.attention = Sublayer(config, Attention(config, key=key / "attention"))
-        self.mlp = Sublayer(config, Mlp(config, key=key / "mlp"))
+    observed: tuple[dict[str, jax.Array], ...]  # by sublayer
+    router: dict[str, jax.Array]  # statistics of its experts; empty without
+
+
+class Block(nnx.Module):
+    """Attention, then feed-forward (dense, or ``experts``), each an F with its own residual connection."""
+
+    def __init__(
+        self, config: Config, topology: ResidualTopology, layer: int | jax.Array, *, key: PathKey, experts: bool = False
+    ):
+        self.attention = Sublayer(config, make_attention(config, key=key / "attention"))
+        core: Mlp | Moe = Moe(config, key=key / "mlp") if experts else Mlp(config, key=key / "mlp")
+        self.mlp = Sublayer(config, core)
         self.attention_residual = topology.connection(2 * layer, rngs=key / "attention_residual")
         self.mlp_residual = topology.connection(2 * layer + 1, rngs=key / "mlp_residual")
+
+    def feed_forward(self, u: jax.Array, valid: jax.Array | None) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """(F(u), its experts' statistics over the ``valid`` tokens)."""
+        if isinstance(self.mlp.core, Moe):
+            y, router = self.mlp.core.with_statistics(self.mlp.before(u), valid)
+            return self.mlp.after(y), router
+        return self.mlp(u), {}
 
     def __call__(
         self,
         state: State,
-        positions: jax.Array,
-        mask: jax.Array,
+        context: AttentionContext,
         topology: ResidualTopology,
         observe: Observer | None = None,
-    ) -> tuple[State, tuple[dict[str, jax.Array], ...]]:
+    ) -> tuple[State, Seen]:
+        router: dict[str, jax.Array] = {}
+
+        def feed_forward(u: jax.Array) -> jax.Array:
+            valid = None if context.segment_ids is None else context.segment_ids > 0
+            y, statistics = self.feed_forward(u, valid)
+            router.update(statistics)
+            return y
+
         seen = []
-        for connection, sublayer, args in (
-            (self.attention_residual, self.attention, (positions, mask)),
-            (self.mlp_residual, self.mlp, ()),
+        for connection, sublayer, run, args in (
+            (self.attention_residual, self.attention, self.attention, (context,)),
+            (self.mlp_residual, self.mlp, feed_forward, ()),
         ):
-            u, context = connection.read(state)
-            y = sublayer(u, *args)
-            state = connection.write(state, y, context)
+            u, maps = connection.read(state)
+            y = run(u, *args)
+            state = connection.write(state, y, maps)
             if observe is not None:
-                seen.append(observe(SublayerView(topology, connection, context, sublayer, args, u, y, state)))
-        return state, tuple(seen)
+                seen.append(observe(SublayerView(topology, connection, maps, sublayer, args, u, y, state)))
+        return state, Seen(tuple(seen), router)
+
+    def extend(self, state: State, context: CacheContext, cache: Cache) -> tuple[State, Cache]:
+        """(state, cache with the new tokens): as a call, with the past in the cache."""
+        u, maps = self.attention_residual.read(state)
+        y, cache = self.attention.core.extend(self.attention.before(u), context, cache)
+        state = self.attention_residual.write(state, self.attention.after(y), maps)
+        u, maps = self.mlp_residual.read(state)
+        return self.mlp_residual.write(state, self.mlp(u), maps), cache
 
 
 REMAT_POLICIES: dict[str, Any] = {
@@ -82,24 +135,139 @@ REMAT_POLICIES: dict[str, Any] = {
 }
 
 
+class PositionTable(nnx.Module):
+    """Learned position vectors [positions, D], or learned biases of attention's logits [buckets, H]."""
+
+    def __init__(self, config: Config, *, key: PathKey):
+        if config.positions.kind == "learned":
+            d = config.model.width
+            self.table = kernel(config, key / "table", (config.max_length, d), d)
+        else:
+            self.bias = relative_table(config, key)
+
+
+class Hidden(NamedTuple):
+    """What a pass over whole rows gives."""
+
+    h: jax.Array  # hidden states before the head [B, T, D]
+    observed: dict[str, jax.Array]  # what the observer returned, stacked over depth
+    router: dict[str, jax.Array]  # load [L', E], balance [L'], z [L'] of the L' layers with experts; empty without
+
+
 class Decoder(nnx.Module):
     """Decoder-only transformer over a residual topology.
 
-    Parameters are float32 whatever the compute dtype; those of the blocks are stacked on a leading axis of length L.
-    The initial value of each depends only on its path, its layer and the key.
+    Parameters are float32 whatever the compute dtype; those of the blocks are stacked on a leading axis of length L,
+    under ``blocks``; leading dense blocks before blocks with experts are a stack of their own, ``leading_blocks``. The
+    initial value of each depends only on its path, its layer and the key.
     """
 
     def __init__(self, config: Config, *, rngs: nnx.Rngs | PathKey | jax.Array):
         key = path_key(rngs)
         self.config = config
         self.embed = Embedding(config, key=key / "embed")
+        if config.positions.kind in ("learned", "relative_bias"):
+            self.positions = PositionTable(config, key=key / "positions")
+        if config.norm.embedding:
+            self.embed_norm = make_norm(config.norm, config.model.width)
         self.residual = build_topology(config.residual, config.model.width, key / "residual")
-        self.blocks = stack_blocks(
-            lambda layer: Block(config, self.residual, layer, key=key / "blocks" / layer), config.model.layers
-        )
-        self.final_norm = RMSNorm(config.model.width, config.norm.eps)
+        leading, experts = config.leading_layers, config.moe.experts > 0
+
+        def stack(name: str, first: int, count: int, experts: bool) -> Block:
+            def make(layer: int | jax.Array) -> Block:
+                return Block(config, self.residual, layer, key=key / name / layer, experts=experts)
+
+            return stack_blocks(make, first, count)
+
+        if leading:
+            self.leading_blocks = stack("leading_blocks", 0, leading, False)
+        self.blocks = stack("blocks", leading, config.model.layers - leading, experts)
+        if config.norm.final:
+            self.final_norm = make_norm(config.norm, config.model.width)
         if not config.head.tied:
             self.head = Head(config, key=key / "head")
+
+    @property
+    def stacks(self) -> list[tuple[Block, int, int]]:
+        """(blocks with stacked parameters, number of the first, how many), in depth order."""
+        leading, layers = self.config.leading_layers, self.config.model.layers
+        first = [(self.leading_blocks, 0, leading)] if leading else []
+        return [*first, (self.blocks, leading, layers - leading)]
+
+    @property
+    def bias_table(self) -> jax.Array | None:
+        """The learned biases of attention's logits [buckets, H], if any."""
+        return self.positions.bias[...] if self.config.positions.kind == "relative_bias" else None
+
+    def embed_tokens(self, tokens: Int[Array, "B T"], positions: Int[Array, "B T"]) -> Float[Array, "B T D"]:
+        """What the topology's streams start from, in the compute dtype."""
+        dtype = jnp.dtype(self.config.model.dtype)
+        x = self.embed(tokens, dtype)
+        if self.config.positions.kind == "learned":
+            x = x + self.positions.table[...].astype(dtype)[positions]
+        elif self.config.positions.kind == "sinusoidal":
+            x = x + sinusoidal(positions, self.config.model.width).astype(dtype)
+        return self.embed_norm(x) if self.config.norm.embedding else x
+
+    def forward(
+        self,
+        tokens: Int[Array, "B T"],
+        segment_ids: Int[Array, "B T"] | None = None,
+        positions: Int[Array, "B T"] | None = None,
+        observe: Observer | None = None,
+        *,
+        prefix: Int[Array, " B"] | int | None = None,
+    ) -> Hidden:
+        """Hidden states of whole rows.
+
+        A key that ``observe`` gives for every sublayer is stacked to [S, ...] in depth order, one that it gives only
+        for attention or only for feed-forward to [L, ...].
+
+        ``segment_ids`` keeps packed documents apart and tokens from padding, which has id 0 (None: one document a row);
+        ``positions`` default to those within each document. ``prefix``: first positions of a document that see one
+        another both ways, by row; None: attention.prefix.
+        """
+        config = self.config
+        context = attention_context(config, tokens.shape, segment_ids, positions, prefix, self.bias_table)
+        state = self.residual.expand(sharding.constrain_batch(self.embed_tokens(tokens, context.positions)))
+        seen: list[Seen] = []
+        for blocks, first, count in self.stacks:
+            state, one = self._run_stack(blocks, state, context, config.local_layers[first : first + count], observe)
+            seen.append(one)
+        observed = jax.tree.map(lambda *parts: jnp.concatenate(parts), *[one.observed for one in seen])
+        h = self.residual.collapse(state)
+        h = self.final_norm(h) if config.norm.final else h
+        return Hidden(h, _by_depth(observed), seen[-1].router)
+
+    def _run_stack(
+        self,
+        blocks: Block,
+        state: State,
+        context: AttentionContext,
+        local: tuple[bool, ...],
+        observe: Observer | None,
+    ) -> tuple[State, Seen]:
+        graph, stacked = nnx.split(blocks)
+        model, mixed = self.config.model, len(set(local)) > 1
+
+        def run(state: State, layer: tuple[Any, Any], local: bool | None = None) -> tuple[State, Any]:
+            params, flag = layer
+            at = context.at(flag if local is None else local)
+            return nnx.merge(graph, params)(state, at, self.residual, observe)
+
+        if model.remat != "none":
+            run = jax.checkpoint(
+                run, policy=REMAT_POLICIES[model.remat], prevent_cse=not model.scan, static_argnums=(2,)
+            )
+        if model.scan:
+            # Only where layers differ is the kind of their mask data: a constant spares the choice in every layer.
+            flags = jnp.asarray(local) if mixed else None
+            return jax.lax.scan(lambda s, layer: run(s, layer, None if mixed else local[0]), state, (stacked, flags))
+        each = []
+        for layer in range(len(local)):
+            state, one = run(state, (jax.tree.map(lambda leaf, i=layer: leaf[i], stacked), None), local[layer])
+            each.append(one)
+        return state, jax.tree.map(lambda *leaves: jnp.stack(leaves), *each)
 
     def hidden(
         self,
@@ -108,50 +276,129 @@ class Decoder(nnx.Module):
         positions: Int[Array, "B T"] | None = None,
         observe: Observer | None = None,
     ) -> tuple[Float[Array, "B T D"], dict[str, jax.Array]]:
-        """(hidden states after the final norm, what ``observe`` returned, stacked over depth).
+        """(hidden states before the head, what ``observe`` returned), as ``forward``."""
+        out = self.forward(tokens, segment_ids, positions, observe)
+        return out.h, out.observed
 
-        A key that ``observe`` gives for every sublayer is stacked to [S, ...] in depth order, one that it gives only
-        for attention or only for feed-forward to [L, ...].
+    # Decoding with a cache -----------------------------------------------------------------------------------------
 
-        ``segment_ids`` keeps packed documents apart (None: one document a row); ``positions`` default to 0 .. T-1.
+    def empty_cache(self, batch: int, max_length: int) -> DecoderCache:
+        """A cache of ``batch`` rows of up to ``max_length`` tokens, in the compute dtype.
+
+        Raises ValueError where the model has no positions for so many.
         """
-        length = tokens.shape[1]
-        if positions is None:
-            positions = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), tokens.shape)
-        mask = causal_mask(segment_ids, length)
-        graph, stacked = nnx.split(self.blocks)
+        config = self.config
+        check_length(config, max_length)
+        start = jnp.zeros(batch, jnp.int32)
+        if computes_again(config, max_length):
+            return DecoderCache(start, start, (), jnp.zeros((batch, max_length), jnp.int32), max_length)
+        layers = []
+        for blocks, run in self._cached_runs():
+            slots = slots_of(config, max_length, run.local)
+            one = blocks.attention.core.empty_cache(batch, slots, jnp.dtype(config.model.dtype))
+            layers.append(jax.tree.map(lambda leaf, n=run.count: jnp.zeros((n, *leaf.shape), leaf.dtype), one))
+        return DecoderCache(start, start, tuple(layers), None, max_length)
 
-        def run_block(state: State, params: Any) -> tuple[State, Any]:
-            return nnx.merge(graph, params)(state, positions, mask, self.residual, observe)
+    def extend(
+        self,
+        tokens: Int[Array, "B T"],
+        cache: DecoderCache,
+        valid: Bool[Array, "B T"] | None = None,
+        *,
+        prefix: Int[Array, " B"] | int | None = None,
+    ) -> tuple[Float[Array, "B T V"], DecoderCache]:
+        """(logits of T more tokens a row, cache with them): prefill, decoding, and going on from a cached prefix.
 
-        model = self.config.model
-        if model.remat != "none":
-            run_block = jax.checkpoint(run_block, policy=REMAT_POLICIES[model.remat], prevent_cse=not model.scan)
-        state = self.residual.expand(self.embed(tokens, jnp.dtype(model.dtype)))
-        if model.scan:
-            state, seen = jax.lax.scan(run_block, state, stacked)
-        else:
-            each = []
-            for layer in range(model.layers):
-                state, one = run_block(state, jax.tree.map(lambda leaf, layer=layer: leaf[layer], stacked))
-                each.append(one)
-            seen = jax.tree.map(lambda *leaves: jnp.stack(leaves), *each)
-        return self.final_norm(self.residual.collapse(state)), _by_depth(seen)
+        Tokens that are not ``valid`` (None: all are) take no position and no slot; their logits are finite and mean
+        nothing. ``prefix``: as in ``forward``, over tokens of a row's first call only. Under positions.scaling=dynamic,
+        once rows may be longer than the original length, all tokens so far are computed again at every call.
+
+        More tokens than the cache's max_length must not be given: the results would be wrong. Raises ValueError where T
+        alone exceeds it.
+        """
+        h, cache = self.extend_hidden(tokens, cache, valid, prefix=prefix)
+        return self.logits(h), cache
+
+    def extend_hidden(
+        self,
+        tokens: Int[Array, "B T"],
+        cache: DecoderCache,
+        valid: Bool[Array, "B T"] | None = None,
+        *,
+        prefix: Int[Array, " B"] | int | None = None,
+    ) -> tuple[Float[Array, "B T D"], DecoderCache]:
+        """As ``extend``, with the hidden states before the head."""
+        if valid is None:
+            if tokens.shape[1] > cache.max_length:
+                raise ValueError(f"tokens: given {tokens.shape[1]} a row, allowed: the cache's {cache.max_length}")
+            valid = jnp.ones(tokens.shape, bool)
+        new = place(cache, valid, self.config.attention.prefix if prefix is None else prefix)
+        if cache.tokens is not None:
+            return self._computed_again(tokens, cache, new)
+        contexts = {
+            local: cache_context(self.config, cache, new, local, self.bias_table)
+            for local in set(self.config.local_layers)
+        }
+        state = self.residual.expand(sharding.constrain_batch(self.embed_tokens(tokens, new.positions)))
+        layers = []
+        for (blocks, run), kept in zip(self._cached_runs(), cache.layers, strict=True):
+            state, kept = self._extend_run(blocks, run, state, contexts[run.local], kept)
+            layers.append(kept)
+        h = self.residual.collapse(state)
+        h = self.final_norm(h) if self.config.norm.final else h
+        return h, dataclasses.replace(cache, lengths=new.lengths, prefix=new.prefix, layers=tuple(layers))
+
+    def _cached_runs(self) -> list[tuple[Block, LayerRun]]:
+        local = self.config.local_layers
+        return [
+            (blocks, run) for blocks, first, count in self.stacks for run in layer_runs(local[first : first + count])
+        ]
+
+    def _extend_run(
+        self, blocks: Block, run: LayerRun, state: State, context: CacheContext, kept: Cache
+    ) -> tuple[State, Cache]:
+        graph, stacked = nnx.split(blocks)
+
+        # Parameters are picked from their whole stack, and the caches are carried: neither is copied.
+        def layer(carry: tuple[State, Cache], index: jax.Array) -> tuple[tuple[State, Cache], None]:
+            state, kept = carry
+            params = jax.tree.map(lambda leaf: jax.lax.dynamic_index_in_dim(leaf, run.first + index, 0, False), stacked)
+            own = {name: jax.lax.dynamic_index_in_dim(leaf, index, 0, False) for name, leaf in kept.items()}
+            state, own = nnx.merge(graph, params).extend(state, context, own)
+            kept = {name: jax.lax.dynamic_update_index_in_dim(leaf, own[name], index, 0) for name, leaf in kept.items()}
+            return (state, kept), None
+
+        return jax.lax.scan(layer, (state, kept), jnp.arange(run.count))[0]
+
+    def _computed_again(self, tokens: jax.Array, cache: DecoderCache, new: NewTokens) -> tuple[jax.Array, DecoderCache]:
+        assert cache.tokens is not None
+        rows = jnp.arange(tokens.shape[0])[:, None]
+        slots = jnp.where(new.valid, new.positions, cache.max_length)
+        every = cache.tokens.at[rows, slots].set(tokens, mode="drop")
+        segment_ids = (jnp.arange(cache.max_length) < new.lengths[:, None]).astype(jnp.int32)
+        h = self.forward(every, segment_ids, prefix=new.prefix).h
+        h = jnp.take_along_axis(h, new.positions[:, :, None], axis=1)
+        return h, dataclasses.replace(cache, lengths=new.lengths, prefix=new.prefix, tokens=every)
 
     def logits(self, h: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
-        """Float32 logits of final hidden states."""
+        """Float32 logits of final hidden states, capped by head.softcap."""
         if self.config.head.tied:
             table = self.embed.table[...].astype(h.dtype)
-            return jnp.einsum("btd,vd->btv", h, table, preferred_element_type=jnp.float32)
-        return self.head(h)
+            logits = jnp.einsum("btd,vd->btv", h, table, preferred_element_type=jnp.float32)
+        else:
+            logits = self.head(h)
+        cap = self.config.head.softcap
+        return logits if cap is None else cap * jnp.tanh(logits / cap)
 
     def __call__(
         self,
         tokens: Int[Array, "B T"],
         segment_ids: Int[Array, "B T"] | None = None,
         positions: Int[Array, "B T"] | None = None,
+        *,
+        prefix: Int[Array, " B"] | int | None = None,
     ) -> Float[Array, "B T V"]:
-        return self.logits(self.hidden(tokens, segment_ids, positions)[0])
+        return self.logits(self.forward(tokens, segment_ids, positions, prefix=prefix).h)
 
 
 def _by_depth(seen: tuple[dict[str, jax.Array], ...]) -> dict[str, jax.Array]:
@@ -163,10 +410,11 @@ def _by_depth(seen: tuple[dict[str, jax.Array], ...]) -> dict[str, jax.Array]:
     return out
 
 
-def stack_blocks(make: Callable[[int | jax.Array], Block], count: int) -> Block:
-    """``count`` blocks as one whose parameters carry a leading axis; ``make`` is called with a traced layer index."""
+def stack_blocks(make: Callable[[int | jax.Array], Block], first: int, count: int) -> Block:
+    """``count`` blocks from number ``first`` as one whose parameters carry a leading axis; ``make`` is called with a
+    traced layer index."""
     graph, state = nnx.split(nnx.eval_shape(lambda: make(0)))
-    leaves = jax.vmap(lambda layer: nnx.to_pure_dict(nnx.state(make(layer))))(jnp.arange(count))
+    leaves = jax.vmap(lambda layer: nnx.to_pure_dict(nnx.state(make(layer))))(first + jnp.arange(count))
     nnx.replace_by_pure_dict(state, leaves)
     return nnx.merge(graph, state)
 

@@ -6,7 +6,7 @@ import math
 
 import jax
 
-from mhc.config import Config
+from mhc.config import GATED, Config
 from mhc.model.decoder import DecoderDefinition, build_topology
 from mhc.rng import path_key
 from mhc.sharding import path_of
@@ -21,32 +21,56 @@ def leaf_sizes(definition: DecoderDefinition) -> dict[str, int]:
 def count_parameters(definition: DecoderDefinition) -> dict[str, int]:
     """{total, active, vocabulary, maps} of a model.
 
-    ``vocabulary`` is the embedding and the head; ``active`` leaves out an untied input embedding, of which a token
-    uses one row; ``maps`` is everything the residual connections own.
+    ``vocabulary`` is the embedding and the head; ``active`` what a token uses: it leaves out an untied input embedding,
+    of which a token takes one row, and of the routed experts all but the chosen; ``maps`` is everything the residual
+    connections own.
     """
-    sizes = leaf_sizes(definition)
+    sizes, moe = leaf_sizes(definition), definition.config.moe
     embedding, head = sizes["embed/table"], sizes.get("head/kernel", 0)
     total = sum(sizes.values())
+    routed = sum(size for path, size in sizes.items() if "/experts/" in path)
+    idle = routed * (moe.experts - moe.top_k) // moe.experts if moe.experts else 0
     return {
         "total": total,
-        "active": total - (embedding if head else 0),
+        "active": total - idle - (embedding if head else 0),
         "vocabulary": embedding + head,
         "maps": sum(size for path, size in sizes.items() if "residual/" in path),
     }
 
 
+def _attention_multiplies(config: Config) -> int:
+    """Multiply-adds of a token in one layer's attention, all layers' mean where windows differ."""
+    a, d, length = config.attention, config.model.width, config.data.sequence_length
+    query, values = config.head_dim + config.rope_dim, config.value_dim
+    if a.kind == "mla":
+        queries = d * a.heads * query if a.q_rank is None else a.q_rank * (d + a.heads * query)
+        latent = d * (a.kv_rank + config.rope_dim) + a.kv_rank * a.heads * (config.head_dim + values)
+        projections = queries + latent + a.heads * values * d
+    else:
+        projections = d * (2 * a.heads * query + 2 * config.kv_heads * query)
+    attended = length / 2  # positions that a query sees on average
+    if a.window is not None and a.window < length:
+        windowed = a.window - a.window * a.window / (2 * length)
+        share = sum(config.local_layers) / config.model.layers
+        attended = share * windowed + (1 - share) * attended
+    return round(projections + a.heads * (query + values) * attended)
+
+
 def flops_per_token(config: Config) -> int:
     """Matrix FLOPs of one token in training: forward plus backward (twice the forward), a multiply-add counted as 2.
 
-    Counted: every weight matrix, attention scores and values over half the sequence (causal), the output head, and the
-    topology's map projections, reads, mixing and writes. Not counted: norms, softmax, Sinkhorn, the embedding look-up,
-    recomputation under remat.
+    Counted: every weight matrix that the token uses (of experts the chosen and the shared), attention scores and values
+    over the positions that a query sees (half the sequence, or the window), the output head, and the topology's map
+    projections, reads, mixing and writes. Not counted: norms, softmax, Sinkhorn, the embedding look-up, recomputation
+    under remat.
     """
-    a, d = config.attention, config.model.width
-    heads, length = a.heads * config.head_dim, config.data.sequence_length
-    projections = d * (2 * heads + 2 * config.kv_heads * config.head_dim)
-    feed_forward = d * config.mlp_width * (3 if config.mlp.kind == "swiglu" else 2)
-    attended = heads * length  # scores and values, each length / 2 positions on average
+    d, moe = config.model.width, config.moe
+    layers, dense = config.model.layers, config.leading_layers if config.moe.experts else config.model.layers
+    matrices = 3 if config.mlp.kind in GATED else 2
+    feed_forward = dense * d * config.mlp_width * matrices
+    if moe.experts:
+        sparse = d * config.expert_width * matrices * (moe.top_k + moe.shared) + d * moe.experts
+        feed_forward += (layers - dense) * sparse
     topology = build_topology(config.residual, d, path_key(jax.random.key(0)))
-    block = projections + feed_forward + attended + 2 * topology.multiplies()
-    return 3 * 2 * (config.model.layers * block + d * config.vocab_size)
+    blocks = layers * (_attention_multiplies(config) + 2 * topology.multiplies()) + feed_forward
+    return 3 * 2 * (blocks + d * config.vocab_size)

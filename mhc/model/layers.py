@@ -1,20 +1,22 @@
-"""Norms, embeddings, feed-forward, and the wrapper that makes a sublayer F of one of them.
+"""Weights, embeddings, feed-forward, and the wrapper that makes a sublayer F of one of them.
 
 Einsum letters, here and everywhere: B batch, T tokens (U the attended ones), N streams, D width, H query heads, G
-key-value heads, K head size, F feed-forward width, V vocabulary, L blocks, S sublayers.
+key-value heads, K head size, J value size, C latent width, R rotary part, E experts, F feed-forward width, V
+vocabulary, L blocks, S sublayers.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from mhc.config import Config
+from mhc.config import GATED, Config
+from mhc.model.norms import make_norm
 from mhc.rng import PathKey
 
 if TYPE_CHECKING:
@@ -26,20 +28,14 @@ def kernel(config: Config, key: PathKey, shape: tuple[int, ...], fan_in: int, *,
     std = config.init.std if config.init.kind == "normal" else 1.0 / math.sqrt(fan_in)
     if residual and config.init.scale_residual:
         std /= math.sqrt(2 * config.model.layers)
+    if residual and config.init.scale_streams:
+        std *= math.sqrt(config.streams)
     return nnx.Param(std * jax.random.normal(key.key, shape, jnp.float32))
 
 
-class RMSNorm(nnx.Module):
-    """x rsqrt(mean(x^2) + eps) scale over the last axis, in float32, returned in x's dtype; scale [D] starts at 1."""
-
-    def __init__(self, width: int, eps: float):
-        self.eps = eps
-        self.scale = nnx.Param(jnp.ones((width,), jnp.float32))
-
-    def __call__(self, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
-        xw = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-        xw = xw * jax.lax.rsqrt(jnp.mean(xw * xw, axis=-1, keepdims=True) + self.eps)
-        return (xw * self.scale[...]).astype(x.dtype)
+def zeros(*shape: int) -> nnx.Param:
+    """A bias."""
+    return nnx.Param(jnp.zeros(shape, jnp.float32))
 
 
 class Embedding(nnx.Module):
@@ -47,10 +43,12 @@ class Embedding(nnx.Module):
 
     def __init__(self, config: Config, *, key: PathKey):
         d = config.model.width
+        self.factor = math.sqrt(d) if config.model.embed_scale else 1.0
         self.table = kernel(config, key / "table", (config.vocab_size, d), d)
 
     def __call__(self, tokens: Int[Array, "B T"], dtype: jnp.dtype) -> Float[Array, "B T D"]:
-        return self.table[...].astype(dtype)[tokens]
+        x = self.table[...].astype(dtype)[tokens]
+        return x if self.factor == 1.0 else x * jnp.asarray(self.factor, dtype)
 
 
 class Head(nnx.Module):
@@ -64,33 +62,77 @@ class Head(nnx.Module):
         return jnp.einsum("btd,dv->btv", h, self.kernel[...].astype(h.dtype), preferred_element_type=jnp.float32)
 
 
-class Mlp(nnx.Module):
-    """Feed-forward: ``gelu`` gelu(x W_up) W_down, or ``swiglu`` (silu(x W_gate) * x W_up) W_down (arXiv:2002.05202)."""
+ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "relu": jax.nn.relu,
+    "gelu": lambda x: jax.nn.gelu(x, approximate=True),
+    "silu": jax.nn.silu,
+    "glu": jax.nn.sigmoid,
+    "geglu": lambda x: jax.nn.gelu(x, approximate=True),
+    "swiglu": jax.nn.silu,
+}
 
-    def __init__(self, config: Config, *, key: PathKey):
-        d, f = config.model.width, config.mlp_width
-        self.kind = config.mlp.kind
-        if self.kind == "swiglu":
+
+def activate(config: Config, up: jax.Array, gate: jax.Array | None) -> jax.Array:
+    """The hidden values of a feed-forward: act(up), or act(gate) * up with the gate clipped first if so configured."""
+    act = ACTIVATIONS[config.mlp.kind]
+    if gate is None:
+        return act(up)
+    if config.mlp.clamp is not None:
+        gate = jnp.clip(gate, -config.mlp.clamp, config.mlp.clamp)
+    return act(gate) * up
+
+
+class Mlp(nnx.Module):
+    """Feed-forward act(x W_up) W_down, or with a gate (act(x W_gate) * x W_up) W_down (arXiv:2002.05202).
+
+    Parameters: up and gate [D, F], down [F, D]; with mlp.bias up_bias, gate_bias [F] and down_bias [D]. ``gelu`` is the
+    tanh approximation.
+    """
+
+    def __init__(self, config: Config, *, key: PathKey, width: int | None = None):
+        d, f = config.model.width, width or config.mlp_width
+        self.config = config
+        if config.mlp.kind in GATED:
             self.gate = kernel(config, key / "gate", (d, f), d)
         self.up = kernel(config, key / "up", (d, f), d)
         self.down = kernel(config, key / "down", (f, d), f, residual=True)
+        if config.mlp.bias:
+            if config.mlp.kind in GATED:
+                self.gate_bias = zeros(f)
+            self.up_bias, self.down_bias = zeros(f), zeros(d)
+
+    def _project(self, x: jax.Array, name: str) -> jax.Array:
+        y = jnp.einsum("btd,df->btf", x, getattr(self, name)[...].astype(x.dtype))
+        return y + getattr(self, f"{name}_bias")[...].astype(x.dtype) if self.config.mlp.bias else y
 
     def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-        up = jnp.einsum("btd,df->btf", x, self.up[...].astype(x.dtype))
-        if self.kind == "swiglu":
-            hidden = jax.nn.silu(jnp.einsum("btd,df->btf", x, self.gate[...].astype(x.dtype))) * up
-        else:
-            hidden = jax.nn.gelu(up, approximate=True)
-        return jnp.einsum("btf,fd->btd", hidden, self.down[...].astype(x.dtype))
+        gate = self._project(x, "gate") if self.config.mlp.kind in GATED else None
+        return self._project(activate(self.config, self._project(x, "up"), gate), "down")
 
 
 class Sublayer(nnx.Module):
-    """F of the residual topologies: the sublayer's own pre-norm, then its core. The streams are never normalised."""
+    """F of the residual topologies: a core between its own norms, by norm.placement. The streams are never normalised.
+
+    pre: core(norm(u)); post: post_norm(core(u)); sandwich: post_norm(core(norm(u))).
+    """
 
     def __init__(self, config: Config, core: nnx.Module):
-        self.norm = RMSNorm(config.model.width, config.norm.eps)
+        placement, width, gamma = config.norm.placement, config.model.width, config.norm.gamma_init
+        self.placement = placement
+        if placement != "post":
+            self.norm = make_norm(config.norm, width, gamma)
+        if placement != "pre":
+            self.post_norm = make_norm(config.norm, width, gamma)
         self.core = core
 
+    def before(self, u: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        """The core's input."""
+        return u if self.placement == "post" else self.norm(u)
+
+    def after(self, y: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        """F's output from the core's."""
+        return y if self.placement == "pre" else self.post_norm(y)
+
     def __call__(self, u: Float[Array, "B T D"], *args: object) -> Float[Array, "B T D"]:
-        core: Callable[..., jax.Array] = self.core
-        return core(self.norm(u), *args)
+        core: Callable[..., Any] = self.core
+        return self.after(core(self.before(u), *args))

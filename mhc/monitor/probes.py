@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import jax
@@ -17,7 +16,7 @@ from mhc.data import pipeline, tokenizers
 from mhc.model.attention import Attention
 from mhc.model.decoder import DecoderDefinition, Params, SublayerView
 from mhc.residual.functional import composite_gains, composite_maps, single_gains
-from mhc.sharding import compiler_options
+from mhc.sharding import compiler_options, tracing_for
 from mhc.train.checkpoint import LoadedRun
 
 BATCH_FIELDS = ("tokens", "segment_ids", "positions")
@@ -69,7 +68,7 @@ def _observer(tokens: _Tokens) -> Callable[[SublayerView], dict[str, jax.Array]]
             "activation/sublayer_out_rms": jnp.sqrt(tokens.mean(jnp.mean(jnp.square(view.y.astype(jnp.float32)), -1))),
         }
         if isinstance(view.sublayer.core, Attention):
-            logit_max, entropy = view.sublayer.core.statistics(view.sublayer.norm(view.u), *view.args)
+            logit_max, entropy = view.sublayer.core.statistics(view.sublayer.before(view.u), *view.args)
             out["activation/attention_logit_max"] = logit_max
             out["activation/attention_entropy"] = jnp.mean(tokens.mean(jnp.moveaxis(entropy, 1, 0)))
         else:  # the end of a block
@@ -149,7 +148,12 @@ def measure(definition: DecoderDefinition, params: Params, batch: dict[str, Any]
 def compile_probe(definition: DecoderDefinition, mesh: Mesh | None = None) -> Any:
     """``probe(params, batch) -> {name: array}``, compiled; ``mesh``: that of the parameters, where they lie on one."""
     options = compiler_options(mesh) if mesh is not None else None
-    return jax.jit(partial(measure, definition), compiler_options=options)
+
+    def probe(params: Params, batch: dict[str, Any]) -> dict[str, jax.Array]:
+        with tracing_for(mesh):
+            return measure(definition, params, batch)
+
+    return jax.jit(probe, compiler_options=options)
 
 
 def probe_run(loaded: LoadedRun, sinkhorn: str | None = None) -> dict[str, np.ndarray]:
@@ -177,7 +181,11 @@ def transpose_residual_logits(params: Params, config: Config) -> Params:
         square = tail.reshape(*tail.shape[:-1], n, n)
         return jnp.concatenate([head, jnp.swapaxes(square, -1, -2).reshape(tail.shape)], axis=-1)
 
-    blocks = dict(params["blocks"])
-    for name in ("attention_residual", "mlp_residual"):
-        blocks[name] = {**blocks[name], **{leaf: swap(blocks[name][leaf]) for leaf in ("phi", "bias")}}
-    return {**params, "blocks": blocks}
+    out = dict(params)
+    for stack in ("leading_blocks", "blocks"):
+        if stack in out:
+            blocks = dict(out[stack])
+            for name in ("attention_residual", "mlp_residual"):
+                blocks[name] = {**blocks[name], **{leaf: swap(blocks[name][leaf]) for leaf in ("phi", "bias")}}
+            out[stack] = blocks
+    return out

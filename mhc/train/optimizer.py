@@ -27,10 +27,18 @@ class Group(NamedTuple):
 # layer, from the right, so that the leading axis of stacked blocks is a batch of matrices to Muon.
 RULES: tuple[tuple[str, Group], ...] = (
     (r"embed/table", Group("embedding", True, None)),
+    (r"positions/(table|bias)", Group("embedding", False, None)),
     (r"head/kernel", Group("head", True, None)),
     (r"attention/core/(query|key|value)", Group("attention", True, ((-3,), (-2, -1)))),
     (r"attention/core/out", Group("attention", True, ((-3, -2), (-1,)))),
-    (r"mlp/core/(gate|up|down)", Group("feed_forward", True, ((-2,), (-1,)))),
+    (r"attention/core/(query|kv)_down", Group("attention", True, ((-2,), (-1,)))),
+    (r"attention/core/(query|key|value)_up", Group("attention", True, ((-3,), (-2, -1)))),
+    (r"attention/core/\w+_bias", Group("attention", False, None)),
+    (r"mlp/core/((shared|experts)/)?(gate|up|down)", Group("feed_forward", True, ((-2,), (-1,)))),
+    (r"mlp/core/(gate|up|down)_bias", Group("feed_forward", False, None)),
+    (r"mlp/core/router", Group("router", True, None)),
+    (r"mlp/core/router_bias", Group("router", False, None)),
+    (r"norm/bias", Group("norms", False, None)),
     (r"norm/scale", Group("norms", False, None)),
 )
 MAPS = "maps"  # the group of every residual topology's parameters, which their kinds declare (mhc.kinds)

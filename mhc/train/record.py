@@ -122,6 +122,8 @@ class Record:
         }
         if "clip_scale" in values:
             record["clip_scale"] = float(values["clip_scale"])
+        if "router" in values:
+            record |= router_summary(values["router"])
         record |= validation or {}
         self.validation = dict(validation) if validation else self.validation
         self._recent.append(record)
@@ -170,6 +172,9 @@ class Record:
             grad, update, param = (metrics[name] for name in ("grad", "update", "param"))
             record["grad/norm"] = np.asarray(grad.sublayers)
             record["grad/group_norm"] = {name: float(value) for name, value in grad.groups.items()}
+            if "router" in metrics:
+                load = np.asarray(metrics["router"]["load"])
+                record["router/load"] = load / np.maximum(load.sum(axis=-1, keepdims=True), 1.0)
             record["update/ratio"] = np.asarray(update.sublayers) / np.maximum(np.asarray(param.sublayers), 1e-30)
             record["update/group_ratio"] = {
                 name: float(value) / max(float(param.groups[name]), 1e-30) for name, value in update.groups.items()
@@ -218,6 +223,18 @@ class Record:
             "spikes": sum(e["event"] in ("spike", "nonfinite") for e in events),
             "tokens_per_second": float(np.median([r["tokens_per_second"] for r in metrics])) if metrics else None,
         }
+
+
+def router_summary(router: Mapping[str, Any]) -> dict[str, float]:
+    """Of the layers with experts: the largest and smallest load over the mean, and the mean balance and z losses."""
+    load = np.asarray(router["load"], np.float64)
+    ratio = load / np.maximum(load.mean(axis=-1, keepdims=True), 1e-30)
+    return {
+        "expert_load_max": float(ratio.max()),
+        "expert_load_min": float(ratio.min()),
+        "router_balance": float(np.mean(router["balance"])),
+        "router_z": float(np.mean(router["z"])),
+    }
 
 
 def batch_hash(batch: Mapping[str, np.ndarray]) -> str:

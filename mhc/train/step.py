@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -14,7 +16,7 @@ from jax.sharding import Mesh
 from mhc.config import Config
 from mhc.model.decoder import DecoderDefinition, Params, SublayerView
 from mhc.monitor import guard
-from mhc.sharding import batch_sharding, compiler_options, shardings
+from mhc.sharding import batch_sharding, compiler_options, shardings, tracing_for
 from mhc.train.optimizer import GROUPS, group_of, learning_rate, make_optimizer, map_paths
 
 Batch = dict[str, jax.Array]
@@ -32,41 +34,70 @@ class TrainState(NamedTuple):
 
 
 class LossParts(NamedTuple):
-    """Sums over the valid targets of a batch, float32 scalars, and the largest logit."""
+    """Sums over the valid targets of a batch, float32 scalars, the largest logit, and what routers left."""
 
     nll: jax.Array  # nats
     log_z: jax.Array
+    log_z_square: jax.Array
     weight: jax.Array  # valid targets
     logit_max: jax.Array
+    router: dict[str, jax.Array]  # load [L', E] in tokens; balance and z [L']; empty without experts
+
+    def join(self, other: LossParts) -> LossParts:
+        """Of both batches together; balance and z add up."""
+        return jax.tree.map(jnp.add, self, other)._replace(logit_max=jnp.maximum(self.logit_max, other.logit_max))
+
+
+def counted(config: Config, batch: Batch) -> Batch:
+    """The batch with no weight on targets within ``attention.prefix``, which the tokens before them see."""
+    prefix = config.attention.prefix
+    if not prefix:
+        return batch
+    return {**batch, "weights": jnp.where(batch["positions"] + 1 < prefix, 0.0, batch["weights"])}
 
 
 def loss_parts(definition: DecoderDefinition, params: Params, batch: Batch) -> LossParts:
     """Cross-entropy of a batch (tokens, targets, segment_ids, positions [B, T] int32, weights [B, T] float32)."""
-    logits = definition.bind(params)(batch["tokens"], batch["segment_ids"], batch["positions"])
+    decoder = definition.bind(params)
+    hidden = decoder.forward(batch["tokens"], batch["segment_ids"], batch["positions"])
+    logits = decoder.logits(hidden.h)
     log_z = jax.nn.logsumexp(logits, axis=-1)
     at_target = jnp.take_along_axis(logits, batch["targets"][..., None], axis=-1)[..., 0]
     weights = batch["weights"]
     return LossParts(
         nll=jnp.sum((log_z - at_target) * weights),
         log_z=jnp.sum(log_z * weights),
+        log_z_square=jnp.sum(jnp.square(log_z) * weights),
         weight=jnp.sum(weights),
         logit_max=jnp.max(jnp.where(weights[..., None] > 0, logits, -jnp.inf)),
+        router=hidden.router,
     )
 
 
 def loss_and_gradients(
     definition: DecoderDefinition, params: Params, batch: Batch, accumulation: int
 ) -> tuple[LossParts, Params]:
-    """(sums over the batch, gradient of nll / weight), micro-batch by micro-batch.
+    """(sums over the batch, gradient of the objective), micro-batch by micro-batch.
 
-    Every micro-batch is divided by the token count of the *whole* batch, so accumulating equals the big batch whatever
-    the padding.
+    The objective is nll / weight, plus the z-loss of the head and what keeps experts even, where configured. Every
+    micro-batch is divided by the token count of the *whole* batch, so accumulating equals the big batch whatever the
+    padding; the experts' losses are means over micro-batches.
     """
+    config = definition.config
+    batch = counted(config, batch)
     total = jnp.maximum(jnp.sum(batch["weights"]), 1.0)
 
     def objective(params: Params, micro: Batch) -> tuple[jax.Array, LossParts]:
         parts = loss_parts(definition, params, micro)
-        return parts.nll / total, parts
+        router = {name: leaf if name == "load" else leaf / accumulation for name, leaf in parts.router.items()}
+        value = parts.nll / total
+        if config.head.z_loss:
+            value += config.head.z_loss * parts.log_z_square / total
+        if router and config.moe.balance == "auxiliary":
+            value += config.moe.balance_loss * jnp.sum(router["balance"])
+        if router and config.moe.z_loss:
+            value += config.moe.z_loss * jnp.sum(router["z"])
+        return value, parts._replace(router=router)
 
     gradient = jax.grad(objective, has_aux=True)
     if accumulation == 1:
@@ -81,16 +112,11 @@ def loss_and_gradients(
     def add(carry: tuple[Params, LossParts], one: Batch) -> tuple[tuple[Params, LossParts], None]:
         grads, parts = gradient(params, one)
         sums, so_far = carry
-        joined = LossParts(
-            so_far.nll + parts.nll,
-            so_far.log_z + parts.log_z,
-            so_far.weight + parts.weight,
-            jnp.maximum(so_far.logit_max, parts.logit_max),
-        )
-        return (jax.tree.map(jnp.add, sums, grads), joined), None
+        return (jax.tree.map(jnp.add, sums, grads), so_far.join(parts)), None
 
-    zero = jnp.zeros((), jnp.float32)
-    start = (jax.tree.map(jnp.zeros_like, params), LossParts(zero, zero, zero, jnp.full((), -jnp.inf)))
+    shapes = jax.eval_shape(objective, params, jax.tree.map(lambda a: a[0], micro))[1]
+    parts = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
+    start = (jax.tree.map(jnp.zeros_like, params), parts._replace(logit_max=jnp.full((), -jnp.inf)))
     (grads, parts), _ = jax.lax.scan(add, start, micro)
     return parts, grads
 
@@ -103,6 +129,9 @@ class Norms(NamedTuple):
     groups: dict[str, jax.Array]
 
 
+STACKS = ("leading_blocks", "blocks")  # of the parameters, in depth order
+
+
 def norms(tree: Params) -> Norms:
     """Norms of gradients, updates or parameters, float32."""
     groups: dict[str, jax.Array] = {}
@@ -112,19 +141,49 @@ def norms(tree: Params) -> Norms:
         square = jnp.square(leaf.astype(jnp.float32))
         name = group_of(path).name
         groups[name] = groups.get(name, jnp.zeros(())) + jnp.sum(square)
-        if path.startswith("blocks/"):
-            part = "attention" if path.startswith("blocks/attention") else "mlp"
+        stack, _, rest = path.partition("/")
+        if stack in STACKS:
+            part = f"{stack}/attention" if rest.startswith("attention") else f"{stack}/mlp"
             each = jnp.sum(square, axis=tuple(range(1, square.ndim)))  # [L]
             sublayers[part] = sublayers.get(part, jnp.zeros_like(each)) + each
 
     map_paths(add, tree)
-    by_depth = jnp.stack([sublayers["attention"], sublayers["mlp"]], axis=1).reshape(-1)
+    pairs = [(sublayers[f"{stack}/attention"], sublayers[f"{stack}/mlp"]) for stack in STACKS if stack in tree]
+    by_depth = jnp.concatenate([jnp.stack(pair, axis=1).reshape(-1) for pair in pairs])
     return Norms(jnp.sqrt(by_depth), {name: jnp.sqrt(groups[name]) for name in GROUPS if name in groups})
 
 
 def sublayer_name(k: int) -> str:
     """Sublayer k of the depth order in words."""
     return f"sublayer {k} ({'feed-forward' if k % 2 else 'attention'} of block {k // 2})"
+
+
+_GAMMA = re.compile(r"blocks/(attention|mlp)/(post_)?norm/scale$")
+
+
+def _untrained_gamma(config: Config, path: str) -> bool:
+    """Whether the leaf is a sublayer norm's scale that no gradient may move."""
+    fixed = config.norm.gamma_frozen or config.norm.gamma_schedule is not None
+    return fixed and _GAMMA.search(path) is not None
+
+
+def scheduled(config: Config, params: Params, completed: jax.Array) -> Params:
+    """``params`` with the sublayers' norm scales where ``norm.gamma_schedule`` has them after ``completed`` updates."""
+    final, first = config.norm.gamma_schedule, config.norm.gamma_init
+    if final is None:
+        return params
+    gamma = first + (final - first) * jnp.minimum(completed.astype(jnp.float32) / config.train.steps, 1.0)
+    return map_paths(lambda path, leaf: jnp.full_like(leaf, gamma) if _GAMMA.search(path) else leaf, params)
+
+
+def balanced(config: Config, params: Params, router: dict[str, jax.Array]) -> Params:
+    """``params`` with each router's bias a step towards an even load: up where an expert got less than the mean, down
+    where more (arXiv:2408.15664)."""
+    if not router or config.moe.balance != "loss_free":
+        return params
+    load = router["load"]
+    move = config.moe.balance_rate * jnp.sign(jnp.mean(load, axis=-1, keepdims=True) - load)
+    return map_paths(lambda path, leaf: leaf + move if path.endswith("/router_bias") else leaf, params)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,9 +202,10 @@ class Trainer:
 
     ``step(state, batch) -> (state, metrics)`` donates the state. Metrics are device arrays: the scalars loss,
     target_tokens (int32), grad_norm before clipping, update_norm, param_norm, lr, logit_max, log_z, skipped,
-    nonfinite; ``grad`` (Norms); with ``monitor.probe_every`` also ``update`` and ``param`` (Norms); and what the
-    guard's action adds: z_loss, z_grad_norm and skip, or clip_scale. A step whose loss or gradient is not finite
-    changes no parameter and no optimiser state; the check is part of the step.
+    nonfinite; ``grad`` (Norms); with experts ``router`` (load [L', E] in tokens, balance and z [L']); with
+    ``monitor.probe_every`` also ``update`` and ``param`` (Norms); and what the guard's action adds: z_loss,
+    z_grad_norm and skip, or clip_scale. A step whose loss or gradient is not finite changes no parameter and no
+    optimiser state; the check is part of the step.
     """
 
     def __init__(self, config: Config, mesh: Mesh, faults: Faults | None = None):
@@ -159,17 +219,27 @@ class Trainer:
         # The initialiser runs once; on CPU, optimising its many random draws costs more than they do.
         once = {"xla_backend_optimization_level": 0} if mesh.devices.flat[0].platform == "cpu" else {}
         options = compiler_options(mesh)
-        self._jit_init = jax.jit(self._init, out_shardings=self.layout, compiler_options=options | once)
+        self._jit_init = jax.jit(self._traced(self._init), out_shardings=self.layout, compiler_options=options | once)
         self.step: Callable[[TrainState, Batch], tuple[TrainState, dict[str, Any]]] = jax.jit(
-            self._step,
+            self._traced(self._step),
             donate_argnums=0,
             in_shardings=(self.layout, batch),
             out_shardings=(self.layout, None),
             compiler_options=options,
         )
         self.validate: Callable[[Params, Batch], dict[str, jax.Array]] = jax.jit(
-            self._validate, in_shardings=(self.layout.params, batch), compiler_options=options
+            self._traced(self._validate), in_shardings=(self.layout.params, batch), compiler_options=options
         )
+
+    def _traced(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """``function``, traced for the mesh."""
+
+        @functools.wraps(function)
+        def traced(*args: Any) -> Any:
+            with tracing_for(self.mesh):
+                return function(*args)
+
+        return traced
 
     def finite_outputs(self, params: Params, batch: Batch, completed: int) -> jax.Array:
         """[S] bool: whether what each sublayer gave, and the streams after it, are finite."""
@@ -185,7 +255,7 @@ class Trainer:
             decoder = self.definition.bind(params)
             return decoder.hidden(batch["tokens"], batch["segment_ids"], batch["positions"], observe)[1]["finite"]
 
-        return jax.jit(run, compiler_options=compiler_options(self.mesh))(params, batch)
+        return jax.jit(self._traced(run), compiler_options=compiler_options(self.mesh))(params, batch)
 
     def init(self, seed: int) -> TrainState:
         """A fresh state, made in its shards: the same weights on any mesh."""
@@ -204,6 +274,7 @@ class Trainer:
         loss = parts.nll / jnp.maximum(parts.weight, 1.0)
         loss = loss if faults.loss is None else faults.loss(state.step, loss)
         grads = grads if faults.gradients is None else faults.gradients(state.step, grads)
+        grads = map_paths(lambda path, g: jnp.zeros_like(g) if _untrained_gamma(config, path) else g, grads)
         grad_norm = optax.tree.norm(grads)
         metrics: dict[str, Any] = {"grad": norms(grads)}
         verdict, guard_state = guard.judge(config, state.guard, loss, grad_norm)
@@ -216,6 +287,7 @@ class Trainer:
         rate = learning_rate(config, state.step - state.skipped)  # a skipped update leaves the schedule where it was
         updates = jax.tree.map(lambda u: rate * u, updates)
         params = optax.apply_updates(state.params, updates)
+        params = scheduled(config, balanced(config, params, parts.router), state.step - state.skipped + 1)
 
         def keep(new: Any, old: Any) -> Any:
             return jax.tree.map(lambda a, b: jnp.where(verdict.apply, a, b), new, old)
@@ -252,6 +324,8 @@ class Trainer:
         }
         if config.monitor.probe_every:
             metrics |= {"update": norms(updates), "param": norms(following.params)}
+        if parts.router:
+            metrics["router"] = parts.router
         if verdict.spike is not None:
             metrics |= {"z_loss": verdict.z_loss, "z_grad_norm": verdict.z_grad_norm, "skip": ~verdict.apply}
         if verdict.scale is not None:
@@ -259,6 +333,7 @@ class Trainer:
         return following, metrics
 
     def _validate(self, params: Params, batch: Batch) -> dict[str, jax.Array]:
+        batch = counted(self.config, batch)
         parts = loss_parts(self.definition, params, batch)
         text = jnp.sum(jnp.where(batch["weights"] > 0, batch["target_bytes"], 0))
         return {"nll": parts.nll, "weight": parts.weight, "bytes": text}

@@ -11,7 +11,8 @@ import pytest
 
 from mhc.model.decoder import DecoderDefinition
 from mhc.model.flops import count_parameters, flops_per_token, leaf_sizes
-from mhc.model.layers import Mlp, RMSNorm, Sublayer
+from mhc.model.layers import Mlp, Sublayer
+from mhc.model.norms import RMSNorm
 from mhc.rng import PathKey
 from tests.small import relative_error, small
 

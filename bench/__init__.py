@@ -1,0 +1,1 @@
+"""Measures of speed and cost, one command each, JSON out."""

@@ -1,0 +1,119 @@
+"""Training steps of several arms, interleaved: what a topology costs against the first arm.
+
+    python -m bench.step --config configs/dense_10m.py --arms plain,hc,mhc --steps 20 --json step.json
+
+One step of each arm in turn, so that what else the machine does hits all alike; a comparison is the median over rounds
+of the arm's seconds over the first arm's in the same round. Tokens are random: they cost what text costs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from mhc import cli
+from mhc import config as configs
+from mhc.config import Config
+from mhc.errors import UserError, did_you_mean
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Reads the command line, measures, prints a table. Raises UserError for a user's mistake."""
+    parser = cli.Parser(prog="bench.step", description="Time training steps of several residual kinds, interleaved.")
+    parser.add_argument("--config", required=True, metavar="FILE", help="config file, e.g. configs/dense_10m.py")
+    parser.add_argument("--arms", default="plain,mhc", metavar="KIND,…", help="residual kinds; the first is the base")
+    parser.add_argument("--steps", type=int, default=20, help="timed rounds (default 20)")
+    parser.add_argument("--json", metavar="FILE", help="write the figures there")
+    options, overrides = parser.parse_known_args(arguments)
+    config = cli.load_config(options.config, overrides, parser)
+    from mhc import kinds
+
+    arms = options.arms.split(",")
+    for arm in arms:
+        if arm not in kinds.names():
+            raise UserError(f"--arms: {arm!r}, allowed: {', '.join(kinds.names())}{did_you_mean(arm, kinds.names())}")
+    if options.steps < 1:
+        raise UserError(f"--steps: {options.steps}, allowed: an int >= 1")
+    figures = measure(config, arms, options.steps)
+    sys.stdout.write(f"{'arm':10} {'ms a step':>10} {'tokens/s':>10} {'of ' + arms[0]:>10} {'compile s':>10}\n")
+    for arm, row in figures["arms"].items():
+        sys.stdout.write(
+            f"{arm:10} {1e3 * row['median_seconds']:10.1f} {row['tokens_per_second']:10.0f} "
+            f"{row['relative_speed']:10.3f} {row['compile_seconds']:10.1f}\n"
+        )
+    if options.json:
+        Path(options.json).write_text(json.dumps(figures, indent=2) + "\n")
+    return 0
+
+
+def measure(config: Config, arms: Sequence[str], rounds: int) -> dict[str, Any]:
+    """{machine, config, arms: {kind: median_seconds, tokens_per_second, relative_speed, compile_seconds}}.
+
+    relative_speed: median over rounds of the first arm's seconds over this one's.
+    """
+    import jax
+    import numpy as np
+
+    from mhc import sharding
+    from mhc.train.step import Trainer
+
+    # A residual field that only one kind has would be refused by the others: arms take their kind's defaults.
+    fresh = {"n": None, "init": None, "collapse": None, "alpha": None, "sinkhorn": "paper"}
+    rng, shape = np.random.default_rng(0), (config.train.batch_size, config.data.sequence_length)
+    vocabulary = config.model.vocab_size or 259
+    mesh = sharding.make_mesh(config.mesh)
+    tokens = rng.integers(0, vocabulary, shape).astype(np.int32)
+    batch = sharding.put_batch(
+        {
+            "tokens": tokens,
+            "targets": np.roll(tokens, -1, axis=1),
+            "segment_ids": np.ones(shape, np.int32),
+            "positions": np.broadcast_to(np.arange(shape[1], dtype=np.int32), shape).copy(),
+            "weights": np.ones(shape, np.float32),
+        },
+        mesh,
+    )
+    running: dict[str, Any] = {}
+    for arm in arms:
+        residual = dataclasses.replace(config.residual, kind="plain", **fresh)
+        residual = dataclasses.replace(residual, kind=arm)
+        trainer = Trainer(configs.resolve(dataclasses.replace(config, residual=residual), vocabulary), mesh)
+        state = trainer.init(0)
+        start = time.perf_counter()
+        state, _ = jax.block_until_ready(trainer.step(state, batch))
+        compiled = time.perf_counter() - start
+        state, _ = jax.block_until_ready(trainer.step(state, batch))
+        running[arm] = {"step": trainer.step, "state": state, "compile": compiled, "seconds": []}
+    for _ in range(rounds):
+        for row in running.values():
+            start = time.perf_counter()
+            row["state"], _ = jax.block_until_ready(row["step"](row["state"], batch))
+            row["seconds"].append(time.perf_counter() - start)
+    base = running[arms[0]]["seconds"]
+    return {
+        "date": time.strftime("%Y-%m-%d"),
+        "machine": f"{platform.machine()}, {jax.device_count()} × {jax.devices()[0].device_kind}",
+        "jax": jax.__version__,
+        "shape": {"batch": shape[0], "sequence": shape[1], "dtype": config.model.dtype},
+        "rounds": rounds,
+        "arms": {
+            arm: {
+                "median_seconds": statistics.median(row["seconds"]),
+                "tokens_per_second": shape[0] * shape[1] / statistics.median(row["seconds"]),
+                "relative_speed": statistics.median(b / s for b, s in zip(base, row["seconds"], strict=True)),
+                "compile_seconds": row["compile"],
+            }
+            for arm, row in running.items()
+        },
+    }
+
+
+if __name__ == "__main__":
+    cli.run_main(main)

@@ -1,0 +1,160 @@
+"""Mixture of experts: a router, dropless dispatch to the chosen experts, shared experts, and what keeps loads even."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import Mesh, PartitionSpec
+
+from mhc import sharding
+from mhc.config import GATED, Config
+from mhc.model.layers import Mlp, activate, kernel, zeros
+from mhc.rng import PathKey
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Bool, Float, Int
+
+
+def route(
+    config: Config, logits: Float[Array, "B T E"], bias: Float[Array, " E"] | None
+) -> tuple[Int[Array, "B T k"], Float[Array, "B T k"], Float[Array, "B T E"]]:
+    """(chosen experts, their weights, every expert's score), float32.
+
+    ``bias`` is added for the choice alone: it has no gradient and no part in the weights (arXiv:2408.15664).
+    """
+    moe = config.moe
+    scores = jax.nn.softmax(logits, axis=-1) if moe.score == "softmax" else jax.nn.sigmoid(logits)
+    order = scores if bias is None else scores + bias
+    _, chosen = jax.lax.top_k(jax.lax.stop_gradient(order), moe.top_k)
+    weights = jnp.take_along_axis(scores, chosen, axis=-1)
+    if moe.normalize:
+        weights = weights / (jnp.sum(weights, axis=-1, keepdims=True) + 1e-20)
+    return chosen, weights * moe.scale, scores
+
+
+class Experts(nnx.Module):
+    """The routed experts' weights: up and gate [E, D, F], down [E, F, D]."""
+
+    def __init__(self, config: Config, *, key: PathKey):
+        e, d, f = config.moe.experts, config.model.width, config.expert_width
+        self.config = config
+        if config.mlp.kind in GATED:
+            self.gate = kernel(config, key / "gate", (e, d, f), d)
+        self.up = kernel(config, key / "up", (e, d, f), d)
+        self.down = kernel(config, key / "down", (e, f, d), f, residual=True)
+
+    def __call__(
+        self, x: Float[Array, "B T D"], chosen: Int[Array, "B T k"], weights: Float[Array, "B T k"]
+    ) -> Float[Array, "B T D"]:
+        """sum over the chosen experts of weight * expert(x). No token is dropped, however uneven the choice."""
+        matrices: dict[str, jax.Array] = {
+            name: getattr(self, name)[...].astype(x.dtype) for name in ("gate", "up", "down") if name in vars(self)
+        }
+        mesh = sharding.current_mesh()
+        if mesh is None or mesh.size == 1:
+            return _dispatch(self.config, x, chosen, weights, matrices)
+        return _sharded(self.config, mesh)(x, chosen, weights, matrices)
+
+
+def _dispatch(
+    config: Config,
+    x: jax.Array,
+    chosen: jax.Array,
+    weights: jax.Array,
+    matrices: dict[str, jax.Array],
+    first: int | jax.Array = 0,
+) -> jax.Array:
+    """The part of the sum that the experts first .. first + E' of ``matrices`` [E', ...] contribute."""
+    count, k = matrices["down"].shape[0], chosen.shape[-1]
+    tokens = x.reshape(-1, x.shape[-1])
+    expert = chosen.reshape(-1) - first  # [M k], M tokens
+    expert = jnp.where((expert >= 0) & (expert < count), expert, count)  # others' come last and belong to no group
+    order = jnp.argsort(expert, stable=True)
+    rows, sizes = tokens[order // k], jnp.bincount(expert, length=count).astype(jnp.int32)
+    gate = jax.lax.ragged_dot(rows, matrices["gate"], sizes) if "gate" in matrices else None
+    hidden = activate(config, jax.lax.ragged_dot(rows, matrices["up"], sizes), gate)
+    out = jax.lax.ragged_dot(hidden, matrices["down"], sizes)
+    # What lies behind the last group is not defined on every platform.
+    out = jnp.where((expert[order] < count)[:, None], out, 0) * weights.reshape(-1)[order][:, None].astype(x.dtype)
+    back = jnp.argsort(order)
+    return jnp.sum(out[back].reshape(-1, k, x.shape[-1]), axis=1).reshape(x.shape)
+
+
+def _sharded(config: Config, mesh: Mesh) -> Callable[..., jax.Array]:
+    """``_dispatch`` with experts split over the mesh's expert axis and their width over tensor.
+
+    The devices of an expert group see all of the group's tokens, add up what their experts give, and keep their own
+    rows of the sum: nothing is dropped, and no shape depends on the routing.
+    """
+    rows = PartitionSpec(sharding.BATCH_AXES, None, None)
+    width = "tensor" if config.expert_width % mesh.shape["tensor"] == 0 else None
+    layout = {"up": PartitionSpec("expert", None, width), "down": PartitionSpec("expert", width, None)}
+    if config.mlp.kind in GATED:
+        layout["gate"] = layout["up"]
+
+    @functools.partial(jax.shard_map, mesh=mesh, in_specs=(rows, rows, rows, layout), out_specs=rows, check_vma=False)
+    def run(x: jax.Array, chosen: jax.Array, weights: jax.Array, matrices: dict[str, jax.Array]) -> jax.Array:
+        split = mesh.shape["expert"] > 1
+        if split:
+            x, chosen, weights = (jax.lax.all_gather(a, "expert", axis=0, tiled=True) for a in (x, chosen, weights))
+        first = jax.lax.axis_index("expert") * matrices["down"].shape[0]
+        y = _dispatch(config, x, chosen, weights, matrices, first)
+        if width is not None and mesh.shape["tensor"] > 1:
+            y = jax.lax.psum(y, "tensor")
+        return jax.lax.psum_scatter(y, "expert", scatter_dimension=0, tiled=True) if split else y
+
+    return run
+
+
+class Moe(nnx.Module):
+    """Feed-forward of routed and shared experts.
+
+    Parameters: router [D, E], router_bias [E] under loss-free balancing (moved by the train step, never by a gradient),
+    experts/{gate,up,down} and, with moe.shared, shared/{gate,up,down} of width shared * F.
+    """
+
+    def __init__(self, config: Config, *, key: PathKey):
+        d, e = config.model.width, config.moe.experts
+        self.config = config
+        self.router = kernel(config, key / "router", (d, e), d)
+        if config.moe.balance == "loss_free":
+            self.router_bias = zeros(e)
+        self.experts = Experts(config, key=key / "experts")
+        if config.moe.shared:
+            self.shared = Mlp(config, key=key / "shared", width=config.moe.shared * config.expert_width)
+
+    def with_statistics(
+        self, x: Float[Array, "B T D"], valid: Bool[Array, "B T"] | None = None
+    ) -> tuple[Float[Array, "B T D"], dict[str, jax.Array]]:
+        """(y, {load [E], balance, z}), float32, over the ``valid`` tokens (None: all).
+
+        load: tokens that each expert got. balance: E sum_e f_e p_e, f the share of assignments and p the mean
+        normalised score (1 when even; arXiv:2101.03961). z: mean squared log-sum-exp of the router's logits.
+        """
+        moe = self.config.moe
+        wide = jnp.promote_types(x.dtype, jnp.float32)
+        logits = jnp.einsum("btd,de->bte", x.astype(wide), self.router[...].astype(wide))
+        bias = self.router_bias[...] if moe.balance == "loss_free" else None
+        chosen, weights, scores = route(self.config, logits, bias)
+        y = self.experts(x, chosen, weights)
+        if moe.shared:
+            y = y + self.shared(x)
+        counted = jnp.ones(x.shape[:2]) if valid is None else valid.astype(jnp.float32)
+        total = jnp.maximum(jnp.sum(counted), 1.0)
+        picks = jnp.sum(jax.nn.one_hot(chosen, moe.experts, dtype=jnp.float32), axis=2)  # [B, T, E]
+        load = jnp.einsum("bte,bt->e", picks, counted)
+        share = scores / jnp.sum(scores, axis=-1, keepdims=True)
+        mean = jnp.einsum("bte,bt->e", share, counted) / total
+        return y, {
+            "load": load,
+            "balance": moe.experts * jnp.sum(load / (moe.top_k * total) * mean),
+            "z": jnp.sum(jnp.square(jax.nn.logsumexp(logits, axis=-1)) * counted) / total,
+        }
+
+    def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        return self.with_statistics(x)[0]

@@ -1,0 +1,47 @@
+"""Norms over the last axis, computed in float32."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from mhc.config import NormConfig
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Float
+
+
+class RMSNorm(nnx.Module):
+    """x rsqrt(mean(x^2) + eps) scale over the last axis, in float32, returned in x's dtype; scale [D]."""
+
+    def __init__(self, width: int, eps: float, gamma: float = 1.0):
+        self.eps = eps
+        self.scale = nnx.Param(jnp.full((width,), gamma, jnp.float32))
+
+    def __call__(self, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
+        xw = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+        xw = xw * jax.lax.rsqrt(jnp.mean(xw * xw, axis=-1, keepdims=True) + self.eps)
+        return (xw * self.scale[...]).astype(x.dtype)
+
+
+class LayerNorm(nnx.Module):
+    """(x - mean) rsqrt(variance + eps) scale + bias over the last axis, in float32; scale and bias [D]."""
+
+    def __init__(self, width: int, eps: float, gamma: float = 1.0):
+        self.eps = eps
+        self.scale = nnx.Param(jnp.full((width,), gamma, jnp.float32))
+        self.bias = nnx.Param(jnp.zeros((width,), jnp.float32))
+
+    def __call__(self, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
+        xw = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+        xw = xw - jnp.mean(xw, axis=-1, keepdims=True)
+        xw = xw * jax.lax.rsqrt(jnp.mean(xw * xw, axis=-1, keepdims=True) + self.eps)
+        return (xw * self.scale[...] + self.bias[...]).astype(x.dtype)
+
+
+def make_norm(config: NormConfig, width: int, gamma: float = 1.0) -> RMSNorm | LayerNorm:
+    """The configured norm of the stream or of a sublayer's input or output."""
+    return (LayerNorm if config.kind == "layernorm" else RMSNorm)(width, config.eps, gamma)
