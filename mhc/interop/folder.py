@@ -1,0 +1,88 @@
+"""A folder as Hugging Face has it: config.json and safetensors, in one file or in shards with an index."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mhc.errors import UserError
+from mhc.interop.safetensors import FLOATS, SafetensorsFile, listed
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+
+
+class HfFolder(Mapping[str, np.ndarray]):
+    """The tensors of a folder by name, each read when it is asked for, float32; ``config`` is its config.json.
+
+    Every file's header is read and checked when the folder is opened, no tensor is.
+
+    Raises:
+      UserError: no such folder, config or shard, a damaged file, or a tensor that is no float of 16 or 32 bits.
+    """
+
+    def __init__(self, folder: str | Path):
+        self.path = Path(folder)
+        if not self.path.is_dir():
+            raise UserError(f"{folder}: no such folder" if not self.path.exists() else f"{folder}: not a folder")
+        self.config = _json(self.path / "config.json")
+        self._files: dict[str, SafetensorsFile] = {}
+        for file in self._shards():
+            for name, entry in file.entries.items():
+                if name in self._files:
+                    raise UserError(f"{file.path}: {name} is also in {self._files[name].path.name}")
+                if entry.dtype not in FLOATS:
+                    raise UserError(f"{file.path}: {name} is {entry.dtype}, allowed: {', '.join(FLOATS)}")
+                self._files[name] = file
+
+    def _shards(self) -> list[SafetensorsFile]:
+        single, index = self.path / SINGLE, self.path / INDEX
+        if single.is_file():
+            return [SafetensorsFile(single)]
+        if not index.is_file():
+            found = sorted(entry.name for entry in self.path.glob("*.safetensors"))
+            other = sorted(entry.name for entry in self.path.glob("*.bin"))
+            hint = f"; there is {listed(found or other, 3)}" if found or other else ""
+            raise UserError(f"{self.path}: neither {SINGLE} nor {INDEX}{hint}")
+        where = _json(index).get("weight_map")
+        if not isinstance(where, dict) or not all(isinstance(file, str) for file in where.values()):
+            raise UserError(f"{index}: weight_map is missing or no mapping of tensors to files")
+        names = sorted(set(where.values()))
+        if any(Path(name).name != name for name in names):
+            raise UserError(f"{index}: weight_map names files outside of the folder")
+        missing = [name for name in names if not (self.path / name).is_file()]
+        if missing:
+            raise UserError(f"{self.path}: missing shards: {listed(missing)}, which {INDEX} names")
+        files = {name: SafetensorsFile(self.path / name) for name in names}
+        lost = [name for name, file in where.items() if name not in files[file].entries]
+        if lost:
+            raise UserError(f"{index}: tensors that are not in the shard it names for them: {listed(lost)}")
+        return list(files.values())
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Of a tensor, without reading it."""
+        return self._files[name].entries[name].shape
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        return self._files[name].read(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._files)
+
+    def __len__(self) -> int:
+        return len(self._files)
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror}") from None
+    except ValueError as error:
+        raise UserError(f"{path}: not JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise UserError(f"{path}: not a JSON object")
+    return found

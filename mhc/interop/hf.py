@@ -1,0 +1,246 @@
+"""Models of Hugging Face as decoders of ours, and back."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding
+
+from mhc import config as configs
+from mhc import sharding
+from mhc.config import Config
+from mhc.errors import UserError
+from mhc.interop import families, tensors
+from mhc.interop.families import FAMILIES
+from mhc.interop.folder import HfFolder
+from mhc.interop.tensors import Layout, Part, Tensor
+from mhc.model.decoder import Decoder, DecoderDefinition, Params
+from mhc.train import upcycle
+
+log = logging.getLogger(__name__)
+
+_FLOATS = ("float16", "bfloat16", "float32", "float64")
+
+
+@dataclasses.dataclass(frozen=True)
+class Origin:
+    """Where a decoder came from: what ``to_hf`` needs to write it as it was read."""
+
+    layout: Layout
+    config: str  # config.json
+
+
+def residual_fields(residual: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of config.residual with what is not said chosen so that the model computes the source's function.
+
+    Raises: UserError for an unknown field, or where a field that is said rules that out.
+    """
+    fields = {"kind": "plain", **residual}
+    for name, value in upcycle.preserving(str(fields["kind"])).items():
+        if fields.get(name) is None:
+            fields[name] = value
+    made = configs.from_config_dict({"residual": fields}).residual
+    upcycle.check_preserving(made)
+    return fields
+
+
+def from_hf(config: Mapping[str, Any], tensors: Mapping[str, np.ndarray], **residual: Any) -> Decoder:
+    """A decoder that computes what a model of Hugging Face does.
+
+    Args:
+      config: its config.json: gpt2, llama, mistral, qwen3, bloom, mixtral or deepseek_v3, as published or as
+        transformers 5 has it in memory.
+      tensors: its weights by name, floats, as published or in memory; an ``HfFolder`` reads them one at a time.
+      residual: fields of config.residual, by default kind="plain". Another kind starts as the plain residual where it
+        can: init="equivalent", collapse="mean".
+
+    Returns:
+      The decoder, float32: ``decoder(tokens [B, T]) -> logits [B, T, V]``.
+
+    Raises:
+      UserError: an unknown family, an option that this decoder lacks, tensors that do not fit the config (listed by
+        name), or a residual that cannot compute the source's function.
+    """
+    return read(config, tensors, {"residual": residual_fields(residual)})
+
+
+def read(
+    raw: Mapping[str, Any],
+    source: Mapping[str, np.ndarray],
+    groups: Mapping[str, Mapping[str, Any]],
+    mesh: Mesh | None = None,
+) -> Decoder:
+    """``from_hf`` with any fields of our config, checked, and with the parameters in the shards of a mesh.
+
+    Raises: UserError as ``from_hf``, and for a field that would change the source's function.
+    """
+    config = merged(raw, groups)
+    layout = tensors.layout(families.family_of(raw), raw, source)
+    wanted = check_source(config, raw, source, layout)
+    _check_tied(config, source, layout)
+    params = _parameters(config, source, wanted, mesh)
+    decoder = DecoderDefinition(config).bind(params)
+    decoder.origin = Origin(layout, json.dumps(dict(raw)))  # type: ignore[attr-defined]
+    return decoder
+
+
+def merged(raw: Mapping[str, Any], groups: Mapping[str, Mapping[str, Any]]) -> Config:
+    """Our resolved config of a config.json, with further fields.
+
+    Raises: UserError for fields that change what the model computes.
+    """
+    family, theirs = families.read(raw)
+    both = {name: {**theirs.get(name, {}), **groups.get(name, {})} for name in {**theirs, **groups}}
+    vocab = theirs["model"]["vocab_size"]
+    try:
+        plain = configs.resolve(configs.from_config_dict(theirs | {"residual": {"kind": "plain"}}), vocab)
+    except UserError as error:
+        raise UserError(f"config.json of {family.name}: {error}") from None
+    config = configs.resolve(configs.from_config_dict(both), vocab)
+    changed = families.differences(config, plain)
+    if changed:
+        name, (given, source) = next(iter(changed.items()))
+        raise UserError(f"{name}: given {given!r}, allowed: {source!r}, as the config.json of {family.name} has it")
+    return config
+
+
+def check_source(
+    config: Config, raw: Mapping[str, Any], source: Mapping[str, np.ndarray], layout: Layout
+) -> dict[str, Tensor]:
+    """The plan of a source, checked against the names, shapes and dtypes of its tensors. Nothing is read."""
+    wanted = tensors.plan(config, layout)
+    where = str(source.path) if isinstance(source, HfFolder) else layout.family
+    shapes: dict[str, tuple[int, ...]] = {}
+    left_out: list[str] = []
+    for name in source:
+        if name not in wanted and tensors.ignored(name, config, raw):
+            left_out.append(name)
+        elif isinstance(source, HfFolder):
+            shapes[name] = source.shape(name)
+        else:
+            shapes[name] = tuple(source[name].shape)
+            if str(source[name].dtype).removeprefix("torch.") not in _FLOATS:
+                raise UserError(f"{where}: {name} is {source[name].dtype}, allowed: {', '.join(_FLOATS)}")
+    tensors.check(wanted, shapes, where)
+    if left_out:
+        log.warning("%s: left out, no part of the function: %s", where, tensors.listed(left_out))
+    return wanted
+
+
+def _check_tied(config: Config, source: Mapping[str, np.ndarray], layout: Layout) -> None:
+    if not (config.head.tied and layout.head):
+        return
+    embedding = next(name for name in tensors.plan(config, layout))
+    if not np.array_equal(source["lm_head.weight"], source[embedding], equal_nan=True):
+        raise UserError(f"{layout.family}: tie_word_embeddings is true, but lm_head.weight is not {embedding}")
+
+
+def _parameters(
+    config: Config, source: Mapping[str, np.ndarray], wanted: Mapping[str, Tensor], mesh: Mesh | None
+) -> Params:
+    """Our parameters, leaf by leaf and shard by shard: beside them one tensor of the source is held at a time."""
+    definition = DecoderDefinition(config)
+    abstract = definition.abstract()
+    device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    layout = jax.tree.map(lambda leaf: device, abstract) if mesh is None else sharding.shardings(abstract, mesh)
+    places: dict[str, list[tuple[str, Part]]] = {}
+    for tensor in wanted.values():
+        for part in tensor.parts:
+            if tensor.name != "lm_head.weight" or part.path != "embed/table":
+                places.setdefault(part.path, []).append((tensor.name, part))
+    own = upcycle.fresh(definition, config.seed.init, layout, lambda path: path not in places)
+
+    def leaf(key_path: Any, shape: jax.ShapeDtypeStruct, layout: Any) -> jax.Array:
+        path = sharding.path_of(key_path)
+        return own[path] if path in own else _leaf(shape.shape, layout, places[path], source)
+
+    return jax.tree_util.tree_map_with_path(leaf, abstract, layout)
+
+
+def _leaf(
+    shape: tuple[int, ...],
+    layout: NamedSharding | jax.sharding.SingleDeviceSharding,
+    places: list[tuple[str, Part]],
+    source: Mapping[str, np.ndarray],
+) -> jax.Array:
+    made: dict[tuple[tuple[int, int], ...], np.ndarray] = {}
+
+    def box(index: tuple[slice, ...] | None) -> np.ndarray:
+        assert index is not None
+        ends = tuple(one.indices(size)[:2] for one, size in zip(index, shape, strict=True))
+        if ends not in made:  # copies of a shard share its memory where the device can
+            corner, size = tuple(low for low, _ in ends), tuple(high - low for low, high in ends)
+            target = aligned(size)
+            for name, part in places:
+                if tensors.touches(part, corner, size):
+                    tensors.fill(target, corner, part, np.asarray(source[name]))
+            made[ends] = target
+        return made[ends]
+
+    return jax.make_array_from_callback(shape, layout, box)
+
+
+def aligned(shape: tuple[int, ...]) -> np.ndarray:
+    """Uninitialised float32 that a CPU device can take as it is, without a copy."""
+    size = 4 * math.prod(shape)
+    raw = np.empty(size + 64, np.uint8)
+    begin = -raw.ctypes.data % 64
+    return raw[begin : begin + size].view(np.float32).reshape(shape)
+
+
+def load_hf(folder: str | Path, mesh: Mesh | None = None, **residual: Any) -> Decoder:
+    """``from_hf`` of a folder, read tensor by tensor into the shards of ``mesh`` (None: one device).
+
+    Raises: UserError as ``HfFolder`` and ``from_hf``.
+    """
+    source = HfFolder(folder)
+    return read(source.config, source, {"residual": residual_fields(residual)}, mesh)
+
+
+def to_hf(decoder: Decoder) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    """(config.json, tensors by name, float32) of a plain decoder: in the layout that it was read in, or as published.
+
+    Raises: UserError where no family expresses the model; ``mhc.interop.export`` writes such a one.
+    """
+    config, _, wanted = describe(decoder)
+    params = nnx.to_pure_dict(nnx.state(decoder))
+    leaf = leaf_reader(params)
+    return config, {name: tensors.compose(tensor, leaf) for name, tensor in wanted.items()}
+
+
+def describe(decoder: Decoder) -> tuple[dict[str, Any], Layout, dict[str, Tensor]]:
+    """(config.json, layout, plan) of what ``to_hf`` writes. Raises UserError as it does."""
+    family, raw = families.express(decoder.config)
+    origin = getattr(decoder, "origin", None)
+    if origin is None:
+        layout = Layout(family.name, head=not decoder.config.head.tied)
+    else:
+        layout, raw = origin.layout, json.loads(origin.config)
+    return raw, layout, tensors.plan(decoder.config, layout)
+
+
+def leaf_reader(params: Params) -> Any:
+    """path -> numpy array of a parameter, the last one kept: a plan asks for each many times in a row."""
+    leaves = {sharding.path_of(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
+    held: dict[str, np.ndarray] = {}
+
+    def leaf(path: str) -> np.ndarray:
+        if path not in held:
+            if jax.default_backend() != "cpu":
+                held.clear()
+            held[path] = np.asarray(leaves[path])
+        return held[path]
+
+    return leaf
+
+
+__all__ = ["FAMILIES", "Origin", "from_hf", "load_hf", "to_hf"]
