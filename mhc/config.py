@@ -693,8 +693,6 @@ def _check_feed_forward(config: Config) -> None:
         _refuse("mlp.clamp", config.mlp.clamp, f"None with mlp.kind={config.mlp.kind}: it has no gate")
     if not moe.experts:
         _only_with(moe, ("shared", "dense_layers", "z_loss"), "with moe.experts=0")
-        if config.mesh.expert > 1:
-            _refuse("mesh.expert", config.mesh.expert, "1 with moe.experts=0: there are no experts to share out")
         return
     if moe.top_k > moe.experts:
         _refuse("moe.top_k", moe.top_k, f"at most moe.experts={moe.experts}")

@@ -44,7 +44,10 @@ def test_causal_mask():
     np.testing.assert_array_equal(documents_mask([[1, 1, 2], [1, 2, 2]]), expected)
 
 
-_visible = jax.jit(lambda window, prefix: visible(jnp.arange(12)[None], jnp.arange(12)[None], window=window, prefix=prefix))
+@jax.jit
+def _visible(window: Any, prefix: Any) -> jax.Array:
+    places = jnp.arange(12)[None]
+    return visible(places, places, window=window, prefix=prefix)
 
 
 @given(st.integers(1, 14), st.integers(0, 14))
