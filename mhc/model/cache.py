@@ -40,7 +40,7 @@ class LayerRun(NamedTuple):
     """Consecutive layers of one kind, from ``first`` of their stack on: they are scanned over."""
 
     first: int
-    count: int
+    layers: int
     local: bool  # they see a window only
 
 

@@ -13,6 +13,7 @@ from flax import nnx
 from mhc import residual, sharding
 from mhc.config import Config, ResidualConfig
 from mhc.model.attention import (
+    Attention,
     AttentionContext,
     Cache,
     CacheContext,
@@ -86,6 +87,13 @@ class Block(nnx.Module):
         self.attention_residual = topology.connection(2 * layer, rngs=key / "attention_residual")
         self.mlp_residual = topology.connection(2 * layer + 1, rngs=key / "mlp_residual")
 
+    @property
+    def heads(self) -> Attention:
+        """The attention itself, without its norms."""
+        core = self.attention.core
+        assert isinstance(core, Attention)
+        return core
+
     def feed_forward(self, u: jax.Array, valid: jax.Array | None) -> tuple[jax.Array, dict[str, jax.Array]]:
         """(F(u), its experts' statistics over the ``valid`` tokens)."""
         if isinstance(self.mlp.core, Moe):
@@ -123,7 +131,7 @@ class Block(nnx.Module):
     def extend(self, state: State, context: CacheContext, cache: Cache) -> tuple[State, Cache]:
         """(state, cache with the new tokens): as a call, with the past in the cache."""
         u, maps = self.attention_residual.read(state)
-        y, cache = self.attention.core.extend(self.attention.before(u), context, cache)
+        y, cache = self.heads.extend(self.attention.before(u), context, cache)
         state = self.attention_residual.write(state, self.attention.after(y), maps)
         u, maps = self.mlp_residual.read(state)
         return self.mlp_residual.write(state, self.mlp(u), maps), cache
@@ -295,8 +303,8 @@ class Decoder(nnx.Module):
         layers = []
         for blocks, run in self._cached_runs():
             slots = slots_of(config, max_length, run.local)
-            one = blocks.attention.core.empty_cache(batch, slots, jnp.dtype(config.model.dtype))
-            layers.append(jax.tree.map(lambda leaf, n=run.count: jnp.zeros((n, *leaf.shape), leaf.dtype), one))
+            one = blocks.heads.empty_cache(batch, slots, jnp.dtype(config.model.dtype))
+            layers.append(jax.tree.map(lambda leaf, n=run.layers: jnp.zeros((n, *leaf.shape), leaf.dtype), one))
         return DecoderCache(start, start, tuple(layers), None, max_length)
 
     def extend(
@@ -368,7 +376,7 @@ class Decoder(nnx.Module):
             kept = {name: jax.lax.dynamic_update_index_in_dim(leaf, own[name], index, 0) for name, leaf in kept.items()}
             return (state, kept), None
 
-        return jax.lax.scan(layer, (state, kept), jnp.arange(run.count))[0]
+        return jax.lax.scan(layer, (state, kept), jnp.arange(run.layers))[0]
 
     def _computed_again(self, tokens: jax.Array, cache: DecoderCache, new: NewTokens) -> tuple[jax.Array, DecoderCache]:
         assert cache.tokens is not None

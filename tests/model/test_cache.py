@@ -12,9 +12,8 @@ import numpy as np
 import pytest
 
 from mhc.config import Config
-from mhc.model.cache import layer_runs, slot_positions
 from mhc.model.decoder import DecoderDefinition
-from tests.covering import pairs, pairwise, product
+from tests.covering import pairwise
 from tests.small import VOCAB, random_params, small
 
 FACTORS: dict[str, tuple[str, ...]] = {
@@ -33,26 +32,27 @@ ROWS, LENGTH, CHUNK = 4, 16, 4
 
 def config_of(case: Mapping[str, str], **groups: dict[str, Any]) -> Config:
     """Two blocks of width 16, four heads, two streams; a window of 3, a prefix of 3."""
-    attention: dict[str, Any] = {
+    heads: dict[str, dict[str, Any]] = {
         "heads": {},
         "grouped": {"kv_heads": 2},
         "mqa": {"kv_heads": 1},
         "mla": {"kind": "mla", "kv_rank": 6},
-    }[case["attention"]]
-    mask: dict[str, Any] = {
+    }
+    masks: dict[str, dict[str, Any]] = {
         "causal": {},
         "window": {"window": 3},
         "mixed": {"window": 3, "global_every": 2},
         "prefix": {"prefix": 3},
-    }[case["mask"]]
+    }
+    attention = {"heads": 4, "impl": case["impl"], **heads[case["attention"]], **masks[case["mask"]]}
     positions: dict[str, Any] = {"kind": case["position"]}
     if case["position"] == "relative_bias":
         positions |= {"buckets": 4, "max_distance": 8}
     if case["attention"] == "mla" and case["impl"] == "sdpa":  # which wants values as wide as the keys
-        attention = {**attention, "value_dim": 4 + (2 if case["position"] == "rope" else 0)}
+        attention["value_dim"] = 4 + (2 if case["position"] == "rope" else 0)
     return small(
         case["residual"],
-        attention={"heads": 4, "impl": case["impl"], **attention, **mask},
+        attention=attention,
         positions=positions,
         norm={"kind": case["norm"], "placement": case["placement"]},
         residual={"kind": case["residual"], "n": 1 if case["residual"] == "plain" else 2},
@@ -120,7 +120,7 @@ def check(config: Config, calls: str) -> None:
 
     padded = np.where(valid, tokens, (tokens + 5) % VOCAB)
     np.testing.assert_array_equal(np.asarray(cached(params, padded, valid))[flat], out[flat])
-    assert LENGTH - 5 > config.attention.prefix
+    assert config.attention.prefix < LENGTH - 5
     changed = tokens.copy().reshape(ROWS, -1)
     future = flat & (place >= lengths[:, None] - 3)  # the last three tokens of each row
     changed[future] = (changed[future] + 5) % VOCAB

@@ -1,0 +1,525 @@
+"""Generate text with a trained model.
+
+    python -m eval.generate --checkpoint RUN --prompt "def main" [--max_new_tokens 200] [--temperature 0.8] [--seed 1]
+    python -m eval.generate --checkpoint RUN/checkpoints/1000 --prompts prompts.txt --json out.json
+
+The text of one prompt appears as it is made. A file of prompts is worked off in batches of rows of different lengths;
+what a prompt gives is what it gives alone with the same seed, and the same at every call.
+
+A prompt opens with the tokeniser's bos, as documents do in training; the text ends at its eos, at a ``--stop_token``,
+before a ``--stop`` string, or after ``--max_new_tokens``. Prompts are read in chunks, so that their length costs no
+memory but the cache's.
+"""
+
+from __future__ import annotations
+
+import codecs
+import dataclasses
+import json
+import os
+import sys
+import time
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+from mhc import cli
+from mhc.config import Config
+from mhc.data.tokenizers import ByteTokenizer, Tokenizer
+from mhc.errors import UserError
+
+if TYPE_CHECKING:
+    from mhc.model.decoder import Params
+    from mhc.model.sampling import Sampling
+
+CHUNK = 512  # tokens of a prompt that are read at once
+_CONTEXT = 6  # tokens before a new one that decide how it is spelled
+
+
+@dataclasses.dataclass(frozen=True)
+class Completion:
+    """What a prompt gave."""
+
+    prompt: str
+    text: str  # without the stop string
+    tokens: tuple[int, ...]  # new ones, without the stop token
+    reason: str  # why it ends: length, token (a stop token), stop (a stop string)
+
+
+# Text from tokens -----------------------------------------------------------------------------------------------------
+
+
+class TextStream(Protocol):
+    """Text of tokens that come one at a time. What is not a whole character yet is held back."""
+
+    def push(self, token: int) -> str:
+        """The text that is certain now and was not before."""
+        ...
+
+    def end(self) -> str:
+        """What was held back, as it is: U+FFFD for what never became a character."""
+        ...
+
+
+class ByteStream:
+    """For the byte tokeniser."""
+
+    def __init__(self) -> None:
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+    def push(self, token: int) -> str:
+        return self._decoder.decode(bytes([token]) if token < 256 else b"")
+
+    def end(self) -> str:
+        return self._decoder.decode(b"", final=True)
+
+
+class PieceStream:
+    """For tokenisers whose pieces are spelled by their neighbours: a space at the start, a character of several pieces.
+
+    The last pieces that were told are decoded again together with the new ones; what comes out behind them is new.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, before: Sequence[int]) -> None:
+        self._tokenizer = tokenizer
+        self._ids = list(before[-_CONTEXT:])
+        self._told = len(self._ids)
+        self._before = tokenizer.decode(self._ids)
+
+    def push(self, token: int) -> str:
+        self._ids.append(token)
+        text = self._tokenizer.decode(self._ids)
+        return "" if text.endswith("\N{REPLACEMENT CHARACTER}") else self._tell(text)
+
+    def end(self) -> str:
+        return self._tell(self._tokenizer.decode(self._ids))
+
+    def _tell(self, text: str) -> str:
+        new = text[len(self._before) :]
+        if new:
+            self._ids = self._ids[self._told :] if self._told < len(self._ids) else self._ids
+            self._told = len(self._ids)
+            self._before = self._tokenizer.decode(self._ids)
+        return new
+
+
+def text_stream(tokenizer: Tokenizer, before: Sequence[int]) -> TextStream:
+    """The stream of what follows the tokens ``before``."""
+    return ByteStream() if isinstance(tokenizer, ByteTokenizer) else PieceStream(tokenizer, before)
+
+
+class StopStrings:
+    """Text that comes in pieces, up to a stop string. What may be the beginning of one is held back."""
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops, self._held, self.found = tuple(stops), "", False
+
+    def push(self, text: str) -> str:
+        """The text that is certain now and was not before."""
+        text = self._held + text
+        starts = [start for stop in self._stops if (start := text.find(stop)) >= 0]
+        if starts:
+            self.found, self._held = True, ""
+            return text[: min(starts)]
+        held = max(
+            (n for stop in self._stops for n in range(1, min(len(stop), len(text) + 1)) if text.endswith(stop[:n])),
+            default=0,
+        )
+        self._held = text[len(text) - held :]
+        return text[: len(text) - held]
+
+    def end(self) -> str:
+        """What was held back and is text after all."""
+        text, self._held = self._held, ""
+        return text
+
+
+class _Row:
+    """One prompt on its way."""
+
+    def __init__(self, stream: TextStream, stops: Sequence[str], stop_tokens: frozenset[int], limit: int) -> None:
+        self._stream, self._strings = stream, StopStrings(stops)
+        self._stop_tokens, self._limit = stop_tokens, limit
+        self.tokens: list[int] = []
+        self.text = ""
+        self.reason: str | None = None  # None: not at its end
+
+    def push(self, token: int) -> str:
+        """Takes the next token; the text that is certain now and was not before."""
+        if token in self._stop_tokens:
+            return self._end("token", "")
+        self.tokens.append(token)
+        new = self._strings.push(self._stream.push(token))
+        if self._strings.found:
+            self.reason = "stop"
+        elif len(self.tokens) == self._limit:
+            return self._end("length", new)
+        self.text += new
+        return new
+
+    def _end(self, reason: str, new: str) -> str:
+        new += self._strings.push(self._stream.end())
+        new += self._strings.end()
+        self.reason = "stop" if self._strings.found else reason
+        self.text += new
+        return new
+
+
+# Generating -----------------------------------------------------------------------------------------------------------
+
+
+def padded(size: int, *, least: int = 16) -> int:
+    """The next of the few sizes that programs are compiled for: powers of two and one and a half times those."""
+    power = least
+    while power < size:
+        if power * 3 // 2 >= size:
+            return power * 3 // 2
+        power *= 2
+    return power
+
+
+def power_of_two(size: int) -> int:
+    """The next power of two."""
+    return 1 << (size - 1).bit_length()
+
+
+def chunks(length: int, width: int) -> list[int]:
+    """Widths of the calls that read ``length`` tokens, the last padded to one of few sizes."""
+    full, rest = divmod(length, width)
+    return [width] * full + ([min(width, power_of_two(max(rest, 16)))] if rest else [])
+
+
+class Generator:
+    """A model and how it samples; compiled programs are kept from call to call."""
+
+    def __init__(
+        self,
+        config: Config,
+        params: Params,
+        tokenizer: Tokenizer,
+        sampling: Sampling,
+        *,
+        batch_size: int = 8,
+        chunk: int = CHUNK,
+    ) -> None:
+        """``config`` is resolved; ``chunk``: tokens of a prompt that are read at once."""
+        import jax
+
+        from mhc.model.cache import DecoderCache
+        from mhc.model.decoder import DecoderDefinition
+        from mhc.model.sampling import sample, token_keys
+
+        if tokenizer.vocab_size > config.vocab_size:
+            raise UserError(
+                f"data.tokenizer: given {config.data.tokenizer} of {tokenizer.vocab_size} tokens, allowed: at most the "
+                f"model's {config.vocab_size}"
+            )
+        self.config, self.tokenizer, self.batch_size = config, tokenizer, batch_size
+        self._params = params
+        # A prefix that is seen both ways must come in one piece.
+        self._chunk = max(chunk, power_of_two(config.attention.prefix or 1))
+        self._definition = definition = DecoderDefinition(config)
+        vocabulary = tokenizer.vocab_size
+
+        def prefill(
+            params: Params, cache: DecoderCache, h: jax.Array, tokens: jax.Array, valid: jax.Array
+        ) -> tuple[DecoderCache, jax.Array]:
+            """(cache, hidden state [B, D] of each row's last token so far)."""
+            hidden, cache = definition.bind(params).extend_hidden(tokens, cache, valid)
+            last = jax.numpy.max(jax.numpy.where(valid, jax.numpy.arange(valid.shape[1]), -1), axis=1)[:, None]
+            picked = jax.numpy.take_along_axis(hidden, jax.numpy.maximum(last, 0)[:, :, None], axis=1)[:, 0]
+            return cache, jax.numpy.where(last >= 0, picked, h)
+
+        def step(
+            params: Params, cache: DecoderCache, h: jax.Array, keys: jax.Array
+        ) -> tuple[DecoderCache, jax.Array, jax.Array]:
+            """(cache, hidden state of the new token, the new token [B])."""
+            decoder = definition.bind(params)
+            logits = decoder.logits(h[:, None])[:, 0, :vocabulary]
+            tokens = sample(logits, token_keys(keys, cache.lengths), sampling)
+            hidden, cache = decoder.extend_hidden(tokens[:, None], cache)
+            return cache, hidden[:, 0], tokens
+
+        self._prefill = jax.jit(prefill, donate_argnums=(1, 2))
+        self._step = jax.jit(step, donate_argnums=(1, 2))
+
+    def encode(self, prompt: str) -> list[int]:
+        """bos and the prompt's tokens."""
+        return [self.tokenizer.bos_id, *self.tokenizer.encode(prompt).tolist()]
+
+    def complete(
+        self,
+        prompts: Sequence[str],
+        max_new_tokens: int,
+        *,
+        seed: int = 0,
+        stop: Sequence[str] = (),
+        stop_tokens: Sequence[int] = (),
+        tell: Callable[[int, str], None] = lambda prompt, text: None,
+        progress: Callable[[int, int], None] = lambda done, tokens: None,
+    ) -> list[Completion]:
+        """What each prompt gives, in their order.
+
+        Args:
+          max_new_tokens: of each prompt, at most.
+          seed: equal seeds give equal texts. A prompt's randomness depends on it and on the prompt alone.
+          stop, stop_tokens: strings and ids that end a text, beside eos.
+          tell: told (number of the prompt, more of its text) as the text is made.
+          progress: told (prompts done, tokens made), after every token of a batch.
+
+        Raises:
+          UserError: a prompt with the new tokens is longer than the model's learned positions.
+        """
+        ids = [self.encode(prompt) for prompt in prompts]
+        self._check_lengths(ids, max_new_tokens)
+        ends = frozenset((*stop_tokens, self.tokenizer.eos_id))
+        rows = [_Row(text_stream(self.tokenizer, prompt), stop, ends, max_new_tokens) for prompt in ids]
+        order = sorted(range(len(ids)), key=lambda index: len(ids[index]))
+        made = 0
+        for first in range(0, len(order), self.batch_size):
+            batch = order[first : first + self.batch_size]
+            for tokens in self._tokens([ids[index] for index in batch], max_new_tokens, seed):
+                for index, token in zip(batch, tokens.tolist(), strict=False):
+                    if rows[index].reason is None:
+                        made += 1
+                        new = rows[index].push(token)
+                        if new:
+                            tell(index, new)
+                progress(sum(row.reason is not None for row in rows), made)
+                if all(rows[index].reason for index in batch):
+                    break
+        return [
+            Completion(prompt, row.text, tuple(row.tokens), row.reason or "length")
+            for prompt, row in zip(prompts, rows, strict=True)
+        ]
+
+    def _check_lengths(self, ids: Sequence[Sequence[int]], new: int) -> None:
+        if self.config.positions.kind != "learned":
+            return
+        most = self.config.max_length
+        for number, prompt in enumerate(ids, start=1):
+            if len(prompt) + new > most:
+                raise UserError(
+                    f"prompt {number}: given {len(prompt)} tokens (bos included) and {new} new ones, allowed: {most} "
+                    "together, the rows of the model's learned positions"
+                )
+
+    def _tokens(self, ids: Sequence[Sequence[int]], new: int, seed: int) -> Iterator[np.ndarray]:
+        """The next tokens [B] of a batch of prompts, up to ``new`` times; B may be padded."""
+        import jax
+
+        count = min(self.batch_size, power_of_two(len(ids)))
+        lengths = np.array([len(prompt) for prompt in ids] + [0] * (count - len(ids)))
+        longest = int(lengths.max())
+        room = padded(longest + new)
+        if self.config.positions.kind == "learned":
+            room = min(room, self.config.max_length)
+        decoder = self._definition.bind(self._params)
+        cache = decoder.empty_cache(count, room)
+        h = jax.numpy.zeros((count, self.config.model.width), self.config.model.dtype)
+        # Where every call computes the whole row again, one call is enough.
+        widths = chunks(longest, self._chunk if cache.tokens is None else power_of_two(longest))
+        tokens = np.zeros((count, sum(widths)), np.int32)
+        for row, prompt in enumerate(ids):
+            tokens[row, : len(prompt)] = prompt
+        valid = np.arange(tokens.shape[1]) < lengths[:, None]
+        start = 0
+        for width in widths:
+            columns = slice(start, start + width)
+            cache, h = self._prefill(self._params, cache, h, tokens[:, columns], valid[:, columns])
+            start += width
+
+        keys = jax.numpy.stack([_row_key(seed, prompt) for prompt in [*ids, *[[]] * (count - len(ids))]])
+        waiting: jax.Array | None = None
+        for _ in range(new):  # one step ahead of what is read, so that the device never waits
+            cache, h, token = self._step(self._params, cache, h, keys)
+            if waiting is not None:
+                yield np.asarray(waiting)
+            waiting = token
+        if waiting is not None:
+            yield np.asarray(waiting)
+
+
+def _row_key(seed: int, prompt: Sequence[int]) -> Any:
+    import jax
+
+    return jax.random.fold_in(jax.random.key(seed), zlib.crc32(np.asarray(prompt, "<i4").tobytes()))
+
+
+# The command line -----------------------------------------------------------------------------------------------------
+
+
+def locate(checkpoint: str, step: int | None = None) -> tuple[Path, int | None]:
+    """(run folder, step or None for the last) of RUN or RUN/checkpoints/STEP. Raises UserError for two steps."""
+    path = Path(checkpoint)
+    if path.parent.name != "checkpoints" or not path.name.isdigit():
+        return path, step
+    if step not in (None, int(path.name)):
+        raise UserError(f"--step: given {step}, allowed: none, or that of --checkpoint {checkpoint}")
+    return path.parent.parent, int(path.name)
+
+
+def read_prompts(path: str, field: str) -> list[str]:
+    """The prompts of a file: its lines but empty ones, or, of a .jsonl file, a field of each line.
+
+    Raises:
+      UserError: no such file, no UTF-8, a line that is no object with the field, or no prompt at all.
+    """
+    try:
+        lines = Path(path).read_text("utf-8").split("\n")
+    except OSError as error:
+        raise UserError(f"--prompts: cannot read {path}: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise UserError(f"--prompts: {path} is not UTF-8 (byte {error.start})") from None
+    numbered = [(number, line.removesuffix("\r")) for number, line in enumerate(lines, start=1) if line.strip()]
+    if not numbered:
+        raise UserError(f"--prompts: {path} holds no prompt")
+    if not path.endswith(".jsonl"):
+        return [line for _, line in numbered]
+    prompts = []
+    for number, line in numbered:
+        try:
+            value = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise UserError(f"--prompts: {path}, line {number}: not JSON: {error.msg}") from None
+        if not isinstance(value, dict) or not isinstance(value.get(field), str):
+            has = f"it has: {', '.join(value)}" if isinstance(value, dict) else "it is no object"
+            raise UserError(f"--prompts: {path}, line {number}: no text in field {field!r} (--field); {has}")
+        prompts.append(value[field])
+    return prompts
+
+
+def _parser() -> cli.Parser:
+    parser = cli.Parser(prog="python -m eval.generate", description="Generate text with a trained model.")
+    parser.add_argument("--checkpoint", required=True, metavar="RUN", help="run folder, or RUN/checkpoints/STEP")
+    parser.add_argument("--step", type=int, help="the checkpoint's step; without: the last")
+    parser.add_argument("--prompt", help="text to go on from; may be empty")
+    parser.add_argument("--prompts", metavar="FILE", help="one prompt a line, or .jsonl")
+    parser.add_argument("--field", default="prompt", help="of a .jsonl line, that holds the prompt (prompt)")
+    parser.add_argument("--max_new_tokens", type=int, default=128, metavar="N", help="at most, of each prompt (128)")
+    parser.add_argument("--temperature", type=float, default=1.0, help="0: greedy (1)")
+    parser.add_argument("--top_k", type=int, metavar="K", help="sample from the K most probable tokens")
+    parser.add_argument("--top_p", type=float, metavar="P", help="from the most probable that make up P")
+    parser.add_argument("--min_p", type=float, metavar="P", help="from those at least P times as probable as the first")
+    parser.add_argument("--entropy_low", type=float, metavar="BITS", help="below: greedy")
+    parser.add_argument("--entropy_high", type=float, metavar="BITS", help="above: top-p 0.95, temperature 1.2")
+    parser.add_argument("--seed", type=int, default=0, help="equal seeds give equal texts (0)")
+    parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="ends before it; may be repeated")
+    parser.add_argument(
+        "--stop_token", action="append", default=[], type=int, metavar="ID", help="ends at it; likewise"
+    )
+    parser.add_argument("--batch_size", type=int, default=8, help="prompts of a file at once (8)")
+    parser.add_argument("--json", metavar="OUT", help="file for prompts, texts, tokens and reasons")
+    return parser
+
+
+def main(arguments: Sequence[str]) -> int:
+    """The command line; returns the exit code. Raises UserError for a mistake."""
+    options = _parser().parse_args(arguments)
+    if (options.prompt is None) == (options.prompts is None):
+        raise UserError("--prompt or --prompts: one of the two is needed")
+    for name, least in (("max_new_tokens", 1), ("batch_size", 1), ("seed", 0)):
+        if not least <= getattr(options, name) < 2**32:
+            raise UserError(f"--{name}: given {getattr(options, name)}, allowed: {least} or more, below 2^32")
+    if "" in options.stop:
+        raise UserError("--stop: given '', allowed: a text")
+    run, step = locate(options.checkpoint, options.step)
+    prompts = [options.prompt] if options.prompts is None else read_prompts(options.prompts, options.field)
+    try:
+        prompts[0].encode()
+    except UnicodeEncodeError:
+        raise UserError("--prompt: not UTF-8") from None
+    out = None if options.json is None else _check_out(options.json)
+
+    # jax takes seconds to import: only a command without mistakes waits for it.
+    from mhc.data import tokenizers
+    from mhc.model.sampling import Sampling
+    from mhc.train.checkpoint import load_run
+
+    fields = [field.name for field in dataclasses.fields(Sampling)]
+    try:
+        sampling = Sampling(**{name: getattr(options, name) for name in fields})
+    except ValueError as error:
+        raise UserError(f"--{error}") from None
+    loaded = load_run(run, step)
+    tokenizer = tokenizers.load(loaded.config.data.tokenizer)
+    for token in options.stop_token:
+        if not 0 <= token < tokenizer.vocab_size:
+            raise UserError(f"--stop_token: given {token}, allowed: 0 to {tokenizer.vocab_size - 1}")
+    generator = Generator(loaded.config, loaded.params, tokenizer, sampling, batch_size=options.batch_size)
+    _note_length(generator, prompts, options.max_new_tokens)
+
+    started = time.monotonic()
+    streams = len(prompts) == 1
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="replace")  # a terminal that cannot show a character shows another
+    completions = generator.complete(
+        prompts,
+        options.max_new_tokens,
+        seed=options.seed,
+        stop=options.stop,
+        stop_tokens=options.stop_token,
+        tell=(lambda _, text: print(text, end="", flush=True)) if streams else (lambda _, text: None),
+        progress=(lambda done, tokens: None) if streams else _Progress(len(prompts)),
+    )
+    if streams:
+        print()
+    else:
+        for number, completion in enumerate(completions, start=1):
+            print(f"== {number}: {completion.prompt}\n{completion.text}")
+    seconds, made = time.monotonic() - started, sum(len(completion.tokens) for completion in completions)
+    ends = {"length": "--max_new_tokens", "token": "a stop token", "stop": "a stop string"}
+    why = f", ended by {ends[completions[0].reason]}" if streams else ""
+    print(f"{made} tokens in {seconds:.1f} s, {made / seconds:.1f} a second{why}", file=sys.stderr)
+    if out is not None:
+        record = {
+            "checkpoint": str(run),
+            "step": loaded.step,
+            "seed": options.seed,
+            "max_new_tokens": options.max_new_tokens,
+            "sampling": dataclasses.asdict(sampling),
+            "stop": options.stop,
+            "stop_tokens": options.stop_token,
+            "completions": [dataclasses.asdict(completion) for completion in completions],
+        }
+        temporary = out.with_name(f"{out.name}.part")
+        temporary.write_text(json.dumps(record, indent=2, ensure_ascii=False) + "\n", "utf-8")
+        temporary.replace(out)
+    return 0
+
+
+def _check_out(path: str) -> Path:
+    out = Path(path)
+    if out.is_dir() or not out.parent.is_dir() or not os.access(out.parent, os.W_OK):
+        raise UserError(f"--json: cannot write {path}, allowed: a file in a folder that can be written")
+    return out
+
+
+def _note_length(generator: Generator, prompts: Sequence[str], new: int) -> None:
+    longest = max(len(generator.encode(prompt)) for prompt in prompts) + new
+    trained = generator.config.data.sequence_length
+    if longest > trained and generator.config.positions.kind != "learned":
+        print(f"note: up to {longest} tokens a text; the model was trained on {trained}", file=sys.stderr)
+
+
+class _Progress:
+    """A line every few seconds, to stderr."""
+
+    def __init__(self, total: int, every: float = 5.0) -> None:
+        self._total, self._every = total, every
+        self._start = self._last = time.monotonic()
+
+    def __call__(self, done: int, tokens: int) -> None:
+        now = time.monotonic()
+        if now - self._last < self._every:
+            return
+        self._last = now
+        rate = tokens / (now - self._start)
+        print(f"{done} of {self._total} prompts, {tokens} tokens, {rate:.1f} a second", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    cli.run_main(main)
