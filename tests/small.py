@@ -35,6 +35,30 @@ def small(kind: str = "plain", **groups: dict[str, Any]) -> Config:
     return resolve(from_config_dict(base), VOCAB)
 
 
+# Models that between them have every parameter that a decoder can have.
+ZOO: dict[str, dict[str, dict[str, Any]]] = {
+    "latent experts": {
+        "attention": {"kind": "mla", "kv_rank": 8, "q_rank": 6},
+        "moe": {"experts": 4, "shared": 1, "dense_layers": 1},
+        "norm": {"kind": "layernorm", "placement": "sandwich", "embedding": True},
+    },
+    "learned positions, biases": {
+        "positions": {"kind": "learned"},
+        "attention": {"bias": True, "qk_norm": True, "kv_heads": 1},
+        "mlp": {"kind": "geglu", "bias": True},
+        "norm": {"final": False},
+        "head": {"tied": True},
+    },
+    "relative bias, experts": {
+        "positions": {"kind": "relative_bias"},
+        "attention": {"window": 4, "global_every": 2, "kind": "mla", "kv_rank": 8},
+        "moe": {"experts": 4, "balance": "auxiliary"},
+        "mlp": {"kind": "relu"},
+        "norm": {"placement": "post"},
+    },
+}
+
+
 def with_fields(config: Config, **groups: dict[str, Any]) -> Config:
     """The config with other fields: with_fields(config, model={"remat": "full"})."""
     changed = {name: dataclasses.replace(getattr(config, name), **fields) for name, fields in groups.items()}

@@ -18,7 +18,7 @@ from mhc.errors import UserError
 from mhc.model.decoder import DecoderDefinition
 from mhc.sharding import batch_sharding, check_batch, check_rules, logical_axes, make_mesh, partition_spec, path_of
 from mhc.train.step import Trainer
-from tests.small import packed, small
+from tests.small import ZOO, packed, small
 
 
 @pytest.fixture(scope="module")
@@ -105,6 +105,17 @@ def test_every_parameter_of_every_kind_has_a_layout(kind, mesh):
             assert len(axes) == len(shape) and set(axes) <= set(sharding.RULES)
             check_rules(axes)
             partition_spec(path, shape, mesh)
+
+
+@pytest.mark.parametrize("name", ZOO)
+def test_every_parameter_of_the_model_zoo_has_a_layout(name, mesh):
+    leaves = every_leaf(small("mhc", **ZOO[name]))
+    for path, shape in leaves.items():
+        check_rules(logical_axes(path, len(shape)))
+        partition_spec(path, shape, mesh)
+    if "experts" in name:
+        spec = partition_spec("blocks/mlp/core/experts/up", leaves["blocks/mlp/core/experts/up"], mesh)
+        assert spec == P(None, "expert", "fsdp", "tensor")
 
 
 @pytest.mark.parametrize("name", ["adamw", "sgd", "muon"])

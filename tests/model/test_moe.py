@@ -127,19 +127,25 @@ def test_the_balancing_bias_chooses_and_does_not_weigh():
 def test_padding_counts_in_no_load():
     made, x = layer(sparse()), normal(2, 9, 16, seed=7)
     valid = jnp.arange(9)[None] < jnp.asarray([[9], [4]])
-    load = made.with_statistics(x, valid)[1]["load"]
-    parts = made.with_statistics(x[:1])[1]["load"] + made.with_statistics(x[1:, :4])[1]["load"]
-    np.testing.assert_array_equal(load, parts)
+    load = jax.jit(lambda x, valid: made.with_statistics(x, valid)[1]["load"])
+    garbage = jnp.where(valid[..., None], x, 100.0 * normal(2, 9, 16, seed=8))
+    np.testing.assert_array_equal(load(x, valid), load(garbage, valid))
+    assert float(jnp.sum(load(x, valid))) == 2 * (9 + 4) < float(jnp.sum(load(x, jnp.ones_like(valid))))
 
 
 def test_an_even_load_has_the_least_balance_loss():
     """1 when even; E / k when all scores and choices fall on the same k experts."""
-    made = layer(sparse(moe={"balance": "auxiliary"}))
-    made.router[...] = jnp.zeros_like(made.router[...])
-    x = normal(1, 8, 16)
-    assert float(made.with_statistics(x)[1]["balance"]) == pytest.approx(1.0, rel=1e-5)
-    made.router[...] = made.router[...].at[:, :2].set(100.0)
-    assert float(made.with_statistics(jnp.abs(x))[1]["balance"]) == pytest.approx(2.0, rel=1e-3)
+    config = sparse(moe={"balance": "auxiliary"})
+    x, even = jnp.abs(normal(1, 8, 16)), jnp.zeros((16, 4))
+
+    @jax.jit
+    def balance(router: jax.Array) -> jax.Array:
+        made = Moe(config, key=PathKey(jax.random.key(0)))
+        made.router[...] = router
+        return made.with_statistics(x)[1]["balance"]
+
+    assert float(balance(even)) == pytest.approx(1.0, rel=1e-5)
+    assert float(balance(even.at[:, :2].set(100.0))) == pytest.approx(2.0, rel=1e-3)
 
 
 # In training ----------------------------------------------------------------------------------------------------------

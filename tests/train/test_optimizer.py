@@ -16,7 +16,7 @@ from mhc import kinds
 from mhc.config import Config
 from mhc.model.decoder import DecoderDefinition
 from mhc.train.optimizer import GROUPS, RULES, decay_mask, group_of, make_optimizer
-from tests.small import by_path, distance, random_params, small, with_fields
+from tests.small import ZOO, by_path, distance, random_params, small, with_fields
 
 MATRICES = {
     "embed/table",
@@ -70,9 +70,22 @@ def test_every_parameter_of_every_kind_has_its_group(kind):
     assert set(groups.values()) <= set(GROUPS)
 
 
+@pytest.mark.parametrize("name", ZOO)
+def test_every_parameter_of_the_model_zoo_has_its_group(name):
+    """Matrices decay, and Muon gets the ones of the blocks; biases, scales and tables of positions do neither."""
+    config = small(**ZOO[name])
+    decayed = mask_of(config)
+    for path in paths(config):
+        vector = path.endswith(("_bias", "norm/scale", "norm/bias", "positions/bias", "positions/table"))
+        assert (path in decayed) != vector, path
+        orthogonal = path.startswith(("blocks/", "leading_blocks/")) and not vector and not path.endswith("/router")
+        assert (group_of(path).muon is not None) == orthogonal, path
+
+
 def test_no_rule_shadows_another():
     """Each path that the rules are for is matched by one of them: their order decides nothing."""
-    for kind, others in (("hc", {"residual": {"collapse": "head"}}), ("mhc", {"mlp": {"kind": "gelu"}})):
+    cases = [("hc", {"residual": {"collapse": "head"}}), ("mhc", {"mlp": {"kind": "gelu"}})]
+    for kind, others in [*cases, *(("plain", groups) for groups in ZOO.values())]:
         for path in paths(small(kind, **others)):
             matches = [pattern for pattern, _ in RULES if re.search(rf"(^|/|_){pattern}$", path)]
             assert len(matches) + (kinds.parameter(path) is not None) == 1, path
