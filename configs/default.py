@@ -90,6 +90,7 @@ def get_config() -> ConfigDict:
     head.tied = False  # use the embedding as the head's weight
     head.softcap = placeholder(float)  # c tanh(logits / c); None: no cap
     head.z_loss = 0.0  # coefficient of the mean squared log-sum-exp of the logits in the objective
+    head.chunk = placeholder(int)  # tokens of a row whose logits are held at once; None: 2^25 logits a device
 
     config.init = init = ConfigDict()
     init.kind = "normal"  # normal | fan_in (standard deviation 1/sqrt(fan-in))
@@ -149,6 +150,8 @@ def get_config() -> ConfigDict:
     train.steps = 1000  # optimiser steps
     train.batch_size = 32  # sequences per optimiser step, over all devices
     train.accumulation = 1  # micro-batches per optimiser step, a divisor of batch_size
+    train.init_from = placeholder(str)  # RUN or RUN@step: start with another run's weights (docs/interop.md)
+    train.init_optimizer = False  # init_from: also with its optimiser's state and place in the schedule
 
     config.validation = validation = ConfigDict()
     validation.every = 100  # steps between validations; 0: only at the end

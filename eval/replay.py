@@ -129,6 +129,7 @@ def replay(
     from mhc.sharding import check_batch, make_mesh, put_batch
     from mhc.train.checkpoint import Checkpoints, committed_steps
     from mhc.train.record import batch_hash
+    from mhc.train.start import initial_state, state_of_weights
     from mhc.train.step import Trainer
 
     tokenizer = tokenizers.load(changed.data.tokenizer)
@@ -149,17 +150,19 @@ def replay(
         if checkpoint is not None:
             checkpoints = Checkpoints(stored.folder, config.checkpoint, read_only=True)
             try:
-                if fresh:
-                    host = checkpoints.host(checkpoint)
-                else:
+                host = checkpoints.host(checkpoint)
+                if not fresh and host.get("weights_only"):
+                    state, start = state_of_weights(trainer, stored.folder, checkpoint), checkpoint
+                elif not fresh:
                     state, host = checkpoints.restore(checkpoint, trainer.abstract, trainer.layout)
                     start = checkpoint
             finally:
                 checkpoints.close()
-            data.set_state(host["data"])
+            if host["data"] is not None:  # an imported model has seen none
+                data.set_state(host["data"])
             completed = checkpoint
         if start is None:
-            state = trainer.init(config.seed.init)
+            state = initial_state(trainer)
         say(_beginning(start, fresh, stored.config.seed.init, changes))
 
         left_out = batches_left_out(stored.events)

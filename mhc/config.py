@@ -283,6 +283,9 @@ class HeadConfig(_Group, group="head"):
     tied: bool = _field(False, "use the embedding as the head's weight")
     softcap: float | None = _field(None, "c tanh(logits / c); None: no cap", above=0)
     z_loss: float = _field(0.0, "coefficient of the mean squared log-sum-exp of the logits in the objective", low=0)
+    chunk: int | None = _field(
+        None, "tokens of a row whose logits are held at once; None: as many as keep 2^25 logits a device", low=1
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -378,6 +381,10 @@ class TrainConfig(_Group, group="train"):
     steps: int = _field(1000, "optimiser steps", low=1)
     batch_size: int = _field(32, "sequences per optimiser step, over all devices", low=1)
     accumulation: int = _field(1, "micro-batches per optimiser step, a divisor of batch_size", low=1)
+    init_from: str | None = _field(
+        None, "RUN or RUN@step: start with the weights of another run; a plain one's also under another residual"
+    )
+    init_optimizer: bool = _field(False, "init_from: also with its optimiser's state and place in the schedule")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -756,6 +763,8 @@ def _check_schedule(config: Config) -> None:
 
 
 def _check_batch(config: Config) -> None:
+    if config.train.init_from is None:
+        _only_with(config.train, ("init_optimizer",), "without train.init_from")
     size, parts, mesh = config.train.batch_size, config.train.accumulation, config.mesh
     if size % parts:
         _refuse("train.accumulation", parts, f"a divisor of train.batch_size={size}")

@@ -24,7 +24,7 @@ from mhc.interop.families import FAMILIES
 from mhc.interop.folder import HfFolder
 from mhc.interop.tensors import Layout, Part, Tensor
 from mhc.model.decoder import Decoder, DecoderDefinition, Params
-from mhc.train import upcycle
+from mhc.train import start
 
 log = logging.getLogger(__name__)
 
@@ -45,11 +45,11 @@ def residual_fields(residual: Mapping[str, Any]) -> dict[str, Any]:
     Raises: UserError for an unknown field, or where a field that is said rules that out.
     """
     fields = {"kind": "plain", **residual}
-    for name, value in upcycle.preserving(str(fields["kind"])).items():
+    for name, value in start.preserving(str(fields["kind"])).items():
         if fields.get(name) is None:
             fields[name] = value
     made = configs.from_config_dict({"residual": fields}).residual
-    upcycle.check_preserving(made)
+    start.check_preserving(made)
     return fields
 
 
@@ -70,20 +70,16 @@ def from_hf(config: Mapping[str, Any], tensors: Mapping[str, np.ndarray], **resi
       UserError: an unknown family, an option that this decoder lacks, tensors that do not fit the config (listed by
         name), or a residual that cannot compute the source's function.
     """
-    return read(config, tensors, {"residual": residual_fields(residual)})
+    return read(config, tensors, merged(config, {"residual": residual_fields(residual)}))
 
 
 def read(
     raw: Mapping[str, Any],
     source: Mapping[str, np.ndarray],
-    groups: Mapping[str, Mapping[str, Any]],
+    config: Config,
     mesh: Mesh | None = None,
 ) -> Decoder:
-    """``from_hf`` with any fields of our config, checked, and with the parameters in the shards of a mesh.
-
-    Raises: UserError as ``from_hf``, and for a field that would change the source's function.
-    """
-    config = merged(raw, groups)
+    """``from_hf`` with the config that ``merged`` gave, and with the parameters in the shards of a mesh."""
     layout = tensors.layout(families.family_of(raw), raw, source)
     wanted = check_source(config, raw, source, layout)
     _check_tied(config, source, layout)
@@ -157,7 +153,7 @@ def _parameters(
         for part in tensor.parts:
             if tensor.name != "lm_head.weight" or part.path != "embed/table":
                 places.setdefault(part.path, []).append((tensor.name, part))
-    own = upcycle.fresh(definition, config.seed.init, layout, lambda path: path not in places)
+    own = start.fresh(definition, config.seed.init, layout, lambda path: path not in places)
 
     def leaf(key_path: Any, shape: jax.ShapeDtypeStruct, layout: Any) -> jax.Array:
         path = sharding.path_of(key_path)
@@ -203,7 +199,7 @@ def load_hf(folder: str | Path, mesh: Mesh | None = None, **residual: Any) -> De
     Raises: UserError as ``HfFolder`` and ``from_hf``.
     """
     source = HfFolder(folder)
-    return read(source.config, source, {"residual": residual_fields(residual)}, mesh)
+    return read(source.config, source, merged(source.config, {"residual": residual_fields(residual)}), mesh)
 
 
 def to_hf(decoder: Decoder) -> tuple[dict[str, Any], dict[str, np.ndarray]]:

@@ -33,7 +33,8 @@ class Checkpoints:
         """``read_only``: for the folder of a run that may be going on; nothing is saved, deleted or cleaned up."""
         options = ocp.CheckpointManagerOptions(
             max_to_keep=policy.keep,
-            keep_period=policy.keep_every or None,
+            # Step 0, with which an imported model begins, is a multiple of everything and always kept.
+            keep_period=policy.keep_every or 2**62,
             cleanup_tmp_directories=not read_only,
             enable_async_checkpointing=True,
             read_only=read_only,
@@ -110,8 +111,8 @@ def committed_steps(run: Path) -> list[int]:
     return sorted(ocp.utils.checkpoint_steps(folder.absolute())) if folder.is_dir() else []
 
 
-def load_run(run: str | Path, step: int | None = None) -> LoadedRun:
-    """Config and parameters of a run folder on one device, at ``step`` or the last committed one.
+def find_checkpoint(run: str | Path, step: int | None = None) -> tuple[Config, int]:
+    """(resolved config, step) of a run's checkpoint: of ``step``, or the last committed one.
 
     Raises:
       UserError: no such run, no checkpoint, or not this step; the message lists the steps there are.
@@ -127,20 +128,65 @@ def load_run(run: str | Path, step: int | None = None) -> LoadedRun:
         step = steps[-1]
     elif step not in steps:
         raise UserError(f"{run}: no checkpoint of step {step}; there are {', '.join(map(str, steps))}")
-    definition = DecoderDefinition(config)
-    device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    return config, step
+
+
+def restore_parts(run: Path, step: int, abstract: dict[str, Any], layout: dict[str, Any]) -> dict[str, Any]:
+    """Parts of the train state of a checkpoint, in their layout.
+
+    Args:
+      abstract: {field of TrainState: shapes and dtypes}; of params any subset of the leaves. layout: a sharding for
+        each leaf.
+
+    Raises:
+      UserError: the checkpoint holds weights alone, and more is asked for.
+    """
     target = jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=device), {"params": definition.abstract()}
+        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), abstract, layout
     )
     with ocp.CheckpointManager((run / FOLDER).absolute(), item_names=ITEMS) as manager:
-        restored = manager.restore(
-            step,
-            args=ocp.args.Composite(
-                state=ocp.args.PyTreeRestore(
-                    item=target,
-                    restore_args=ocp.checkpoint_utils.construct_restore_args(target),
-                    partial_restore=True,
-                )
-            ),
+        if set(abstract) != {"params"}:
+            host = manager.restore(step, args=ocp.args.Composite(host=ocp.args.JsonRestore()))["host"]
+            if host.get("weights_only"):
+                raise UserError(f"{run}: the checkpoint of step {step} holds weights alone, no optimiser's state")
+        args = ocp.args.PyTreeRestore(
+            item=target, restore_args=ocp.checkpoint_utils.construct_restore_args(target), partial_restore=True
         )
-    return LoadedRun(config, step, restored["state"]["params"])
+        return dict(manager.restore(step, args=ocp.args.Composite(state=args))["state"])
+
+
+def load_run(run: str | Path, step: int | None = None) -> LoadedRun:
+    """Config and parameters of a run folder on one device, at ``step`` or the last committed one.
+
+    Raises:
+      UserError: no such run, no checkpoint, or not this step; the message lists the steps there are.
+    """
+    config, step = find_checkpoint(run, step)
+    abstract = {"params": DecoderDefinition(config).abstract()}
+    device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    restored = restore_parts(Path(run), step, abstract, jax.tree.map(lambda leaf: device, abstract))
+    return LoadedRun(config, step, restored["params"])
+
+
+def save_weights(workdir: Path, params: Params, config: Config, **about: Any) -> None:
+    """A checkpoint of step 0 that holds parameters alone: a run that goes on from it begins with a fresh optimiser.
+
+    Written in small pieces, so that saving takes little memory beside the parameters.
+
+    Args:
+      config: resolved. about: what the host's side says of where they come from, JSON.
+    """
+    size = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
+    piece = max(size // 256, 2**22)  # bytes
+    options = ocp.CheckpointManagerOptions(enable_async_checkpointing=False)
+    with ocp.CheckpointManager((workdir / FOLDER).absolute(), item_names=ITEMS, options=options) as manager:
+        state = ocp.args.PyTreeSave(
+            {"params": params},
+            save_args=jax.tree.map(lambda leaf: ocp.SaveArgs(chunk_byte_size=piece), {"params": params}),
+            ocdbt_target_data_file_size=4 * piece,
+        )
+        host = {"data": None, "tokens": 0, "seconds": 0.0, "rewinds": 0, "weights_only": True, **about}
+        args = ocp.args.Composite(
+            state=state, host=ocp.args.JsonSave(host), config=ocp.args.JsonSave(configs.to_dict(config))
+        )
+        manager.save(0, args=args, force=True)

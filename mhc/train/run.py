@@ -27,6 +27,7 @@ from mhc.model.flops import count_parameters, flops_per_token, leaf_sizes
 from mhc.monitor import probes
 from mhc.monitor.writers import Progress, WandbWriter, read_json, write_json
 from mhc.sharding import check_batch, make_mesh, put_batch, threads_of_one_cpu
+from mhc.train import start
 from mhc.train.checkpoint import Checkpoints, committed_steps
 from mhc.train.optimizer import GROUPS, group_of
 from mhc.train.record import Alarm, Record, batch_hash
@@ -135,6 +136,8 @@ class Run:
         if self.config.monitor.wandb != "off":
             WandbWriter.check(self.config.monitor.wandb)
         self.changes = self._check_stored()
+        if not committed_steps(workdir):
+            start.source(self.config)
         # Everything that the user's data can make fail comes before the first file is written.
         self.data = pipeline.train_iterator(
             self.config.data,
@@ -226,8 +229,14 @@ class Run:
     def _restore(self, step: int | None) -> None:
         """State, data and counts as of a checkpoint; None: as of the start."""
         if step is None:
-            self.state: TrainState = self.trainer.init(self.config.seed.init)
+            self.state: TrainState = start.initial_state(self.trainer)
             self.step, self.tokens = 0, 0
+            self.data.set_state(self.data_start)
+            return
+        host = self.checkpoints.host(step)
+        if host.get("weights_only"):  # imported: no step was taken yet
+            self.state = start.state_of_weights(self.trainer, self.workdir, step)
+            self.step, self.tokens = step, 0
             self.data.set_state(self.data_start)
             return
         self.state, host = self.checkpoints.restore(step, self.trainer.abstract, self.trainer.layout)

@@ -17,6 +17,7 @@ from mhc.config import Config
 from mhc.model.decoder import DecoderDefinition, Params, SublayerView
 from mhc.monitor import guard
 from mhc.sharding import batch_sharding, compiler_options, shardings, tracing_for
+from mhc.train.loss import cross_entropy
 from mhc.train.optimizer import GROUPS, group_of, learning_rate, make_optimizer, map_paths
 
 Batch = dict[str, jax.Array]
@@ -36,11 +37,12 @@ class TrainState(NamedTuple):
 class LossParts(NamedTuple):
     """Sums over the valid targets of a batch, float32 scalars, the largest logit, and what routers left."""
 
+    objective: jax.Array  # nll plus the head's z-loss
     nll: jax.Array  # nats
     log_z: jax.Array
     log_z_square: jax.Array
-    weight: jax.Array  # valid targets
     logit_max: jax.Array
+    weight: jax.Array  # valid targets
     router: dict[str, jax.Array]  # load [L', E] in tokens; balance and z [L']; empty without experts
 
     def join(self, other: LossParts) -> LossParts:
@@ -60,18 +62,8 @@ def loss_parts(definition: DecoderDefinition, params: Params, batch: Batch) -> L
     """Cross-entropy of a batch (tokens, targets, segment_ids, positions [B, T] int32, weights [B, T] float32)."""
     decoder = definition.bind(params)
     hidden = decoder.forward(batch["tokens"], batch["segment_ids"], batch["positions"])
-    logits = decoder.logits(hidden.h)
-    log_z = jax.nn.logsumexp(logits, axis=-1)
-    at_target = jnp.take_along_axis(logits, batch["targets"][..., None], axis=-1)[..., 0]
-    weights = batch["weights"]
-    return LossParts(
-        nll=jnp.sum((log_z - at_target) * weights),
-        log_z=jnp.sum(log_z * weights),
-        log_z_square=jnp.sum(jnp.square(log_z) * weights),
-        weight=jnp.sum(weights),
-        logit_max=jnp.max(jnp.where(weights[..., None] > 0, logits, -jnp.inf)),
-        router=hidden.router,
-    )
+    sums = cross_entropy(decoder, hidden.h, batch["targets"], batch["weights"])
+    return LossParts(*sums, weight=jnp.sum(batch["weights"]), router=hidden.router)
 
 
 def loss_and_gradients(
@@ -90,9 +82,7 @@ def loss_and_gradients(
     def objective(params: Params, micro: Batch) -> tuple[jax.Array, LossParts]:
         parts = loss_parts(definition, params, micro)
         router = {name: leaf if name == "load" else leaf / accumulation for name, leaf in parts.router.items()}
-        value = parts.nll / total
-        if config.head.z_loss:
-            value += config.head.z_loss * parts.log_z_square / total
+        value = parts.objective / total
         if router and config.moe.balance == "auxiliary":
             value += config.moe.balance_loss * jnp.sum(router["balance"])
         if router and config.moe.z_loss:
@@ -261,8 +251,15 @@ class Trainer:
         """A fresh state, made in its shards: the same weights on any mesh."""
         return self._jit_init(jax.random.key(seed))
 
+    def begin(self, params: Params) -> TrainState:
+        """The state that starts from these parameters, which are donated."""
+        begin = jax.jit(self._begin, in_shardings=(self.layout.params,), out_shardings=self.layout, donate_argnums=0)
+        return begin(params)
+
     def _init(self, key: jax.Array) -> TrainState:
-        params = self.definition.init(key)
+        return self._begin(self.definition.init(key))
+
+    def _begin(self, params: Params) -> TrainState:
         # One buffer each: the state is donated, and a buffer cannot be donated twice.
         step, skipped, nonfinite = (jnp.zeros((), jnp.int32) for _ in range(3))
         return TrainState(step, params, self.optimizer.init(params), skipped, nonfinite, guard.initial(self.config))

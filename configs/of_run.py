@@ -1,0 +1,47 @@
+"""The config of a run, to go on from or to change: --config configs/of_run.py:runs/a.
+
+What the run's config was given and what was derived from it cannot be told apart in its folder; a field that holds just
+what would be derived is derived again, so that it follows the fields that it depends on.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+from ml_collections import ConfigDict
+
+from configs import default
+from mhc import config as configs
+from mhc.errors import UserError
+
+
+def get_config(run: str = "") -> ConfigDict:
+    """The config of the run in folder ``run``. Raises UserError where there is none."""
+    stored = Path(run) / "config.json"
+    if not run or not stored.is_file():
+        raise UserError(f"configs/of_run.py:{run}: no run folder, allowed: configs/of_run.py:RUN, e.g. runs/a")
+    config = configs.from_json(stored.read_text())
+    made = default.get_config()
+    tree = configs.to_dict(config)
+    for name in configs.field_names():
+        group, _, field = name.partition(".")
+        value = None if derived(config, group, field) else tree[group][field]
+        if value is not None:
+            made[group][field] = value
+        elif made[group].get(field) is not None:
+            with made.ignore_type():
+                made[group][field] = None
+    return made
+
+
+def derived(config: configs.Config, group: str, field: str) -> bool:
+    """Whether a field of a resolved config holds what ``resolve`` would put there."""
+    part = getattr(config, group)
+    if f"{group}.{field}" == "model.vocab_size" or getattr(part, field) is None:
+        return False  # the vocabulary is the tokeniser's, or larger
+    try:
+        without = dataclasses.replace(config, **{group: dataclasses.replace(part, **{field: None})})
+        return configs.resolve(without, config.vocab_size) == config
+    except UserError:
+        return False  # not a field that may be None, or not under the others

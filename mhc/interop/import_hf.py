@@ -1,0 +1,113 @@
+"""A folder of Hugging Face as a run of ours, whose model computes the same function under any residual that can.
+
+    python -m mhc.interop.import_hf DIR --workdir runs/x --config.residual.kind=mhc [--config.GROUP.FIELD=VALUE …]
+
+The run folder holds a checkpoint of step 0 and the resolved config: evaluate it, or train it with
+
+    python train.py --config configs/of_run.py:runs/x --workdir runs/x
+
+What a run cannot change when it is resumed (rate, data, schedule) is said here, or in a run of its own that starts with
+``--config.train.init_from=runs/x``. A tokenizer.json in DIR is copied and used.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import shutil
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from mhc import cli
+from mhc import config as configs
+from mhc.errors import UserError
+
+TOKENIZER = "tokenizer.json"
+
+
+def import_hf(folder: str | Path, workdir: str | Path, overrides: Mapping[str, Any] | None = None) -> Path:
+    """Make a run folder of a folder of Hugging Face; nothing is written unless all of it can be.
+
+    Args:
+      folder: config.json, safetensors, perhaps tokenizer.json. workdir: must not hold anything yet.
+      overrides: {dotted field of our config: value}; none may change what the model computes.
+
+    Returns:
+      The run folder.
+
+    Raises:
+      UserError: as ``mhc.interop.load_hf``; a workdir that holds something; a tokeniser that is larger than the
+      vocabulary.
+    """
+    target = cli.check_writable(str(workdir))
+    if target.exists() and any(target.iterdir()):
+        raise UserError(f"--workdir {target}: holds something already, allowed: a new or an empty folder")
+    source_tokenizer = Path(folder) / TOKENIZER
+
+    # jax takes seconds to import: only a command without mistakes waits for it.
+    from flax import nnx
+
+    from mhc.data import tokenizers
+    from mhc.interop import families, hf
+    from mhc.interop.folder import HfFolder
+    from mhc.monitor.writers import write_json
+    from mhc.sharding import make_mesh
+    from mhc.train.checkpoint import save_weights
+
+    source = HfFolder(folder)
+    groups: dict[str, dict[str, Any]] = {}
+    for name, value in (overrides or {}).items():
+        group, _, field = name.partition(".")
+        groups.setdefault(group, {})[field] = value
+    groups["residual"] = hf.residual_fields(groups.get("residual", {}))
+    data = groups.setdefault("data", {})
+    copied = source_tokenizer.is_file() and "tokenizer" not in data
+    if copied:
+        data["tokenizer"] = str(source_tokenizer)  # read from there; its own place is named once it lies there
+    config = hf.merged(source.config, groups)
+    if copied or "tokenizer" in data:
+        configs.resolve(config, tokenizers.load(config.data.tokenizer).vocab_size)
+    mesh = make_mesh(config.mesh)
+    decoder = hf.read(source.config, source, config, mesh)
+
+    made = target.parent / f".{target.name}.{os.getpid()}"
+    try:
+        made.mkdir(parents=True)
+        if copied:
+            shutil.copyfile(source_tokenizer, made / TOKENIZER)
+            data_config = dataclasses.replace(config.data, tokenizer=str(target / TOKENIZER))
+            config = dataclasses.replace(config, data=data_config)
+        origin = {"family": families.family_of(source.config).name, "folder": str(Path(folder).absolute())}
+        save_weights(made, nnx.to_pure_dict(nnx.state(decoder)), config, imported=origin)
+        write_json(made / "config.json", configs.to_dict(config))
+        if target.exists():
+            target.rmdir()
+        made.rename(target)
+    finally:
+        shutil.rmtree(made, ignore_errors=True)
+    return target
+
+
+def main(arguments: Sequence[str]) -> int:
+    """The program: 0 when the run folder is there. Raises UserError for a user's mistake."""
+    parser = cli.Parser(
+        prog="python -m mhc.interop.import_hf",
+        description="Make a run folder of a Hugging Face model: config.json and safetensors.",
+        epilog="--config.GROUP.FIELD=VALUE sets a field of the run; configs/default.py lists and explains them.",
+    )
+    parser.add_argument("folder", metavar="DIR", help="folder with config.json and (sharded) safetensors")
+    parser.add_argument("--workdir", required=True, metavar="DIR", help="folder of the run to make")
+    options, rest = parser.parse_known_args(arguments)
+    run = import_hf(options.folder, options.workdir, cli.overrides(rest, parser))
+    if not (run / TOKENIZER).is_file():
+        print(
+            f"{options.folder} has no {TOKENIZER}: data.tokenizer is as given or by default, which may not be the model's"
+        )
+    print(f"{run}: imported; to train it: python train.py --config configs/of_run.py:{run} --workdir {run}")
+    return 0
+
+
+if __name__ == "__main__":
+    cli.run_main(main, sys.argv[1:])

@@ -1,0 +1,224 @@
+"""What a run starts from: fresh weights, or those of another run (``train.init_from``), with another residual too.
+
+A plain model goes on as one of streams (upcycling) where the new maps begin as the plain residual.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+
+from mhc import kinds
+from mhc.config import Config, ResidualConfig
+from mhc.errors import UserError
+from mhc.model.decoder import DecoderDefinition
+from mhc.sharding import path_of
+from mhc.train.checkpoint import find_checkpoint, restore_parts
+from mhc.train.optimizer import make_optimizer
+from mhc.train.step import Trainer, TrainState
+
+
+def preserving(kind: str) -> dict[str, Any]:
+    """Fields of config.residual under which a kind, freshly made, computes what the plain residual does.
+
+    Empty where the kind is unknown, plain, or has no such initial maps.
+    """
+    inits = kinds.known()[kind].inits if kind in kinds.known() else ()
+    if "equivalent" in inits:
+        return {"init": "equivalent", "alpha": 0.0, "collapse": "mean"}
+    return {"init": "hc", "collapse": "mean"} if "hc" in inits else {}
+
+
+def check_preserving(residual: ResidualConfig) -> None:
+    """Refuse a residual that, freshly made, does not compute the plain residual's function, saying why.
+
+    ``equivalent``: every stream is the same, is read as the mean, and is mixed by rows that sum to 1; with alpha 0 the
+    maps depend on nothing else. ``hc``: its projections are 0, so that any alpha will do.
+    """
+    kind = residual.kind
+    if kind == "plain":
+        if residual.scale != 1.0:
+            raise UserError(f"residual.scale: given {residual.scale}, allowed: 1.0, to compute the source's function")
+        return
+    wanted = preserving(kind)
+    if not wanted:
+        can = ", ".join(name for name in kinds.names() if name == "plain" or preserving(name))
+        raise UserError(
+            f"residual.kind: given {kind!r}, allowed: {can}: it has no initial maps that make it the plain residual"
+        )
+    why = {
+        "init": "other initial maps change the source's function",
+        "alpha": "the maps would depend on their random projection",
+        "collapse": "the streams are copies of the plain stream, and their mean is it",
+    }
+    preset = kinds.known()[kind].inits[0]
+    given = {
+        "init": residual.init or preset,
+        "alpha": 0.0 if residual.alpha is None else residual.alpha,
+        "collapse": residual.collapse or kinds.known()[kind].collapses[0],
+    }
+    for name, value in wanted.items():
+        if given[name] != value:
+            raise UserError(f"residual.{name}: given {given[name]!r}, allowed: {value!r} with kind={kind}: {why[name]}")
+
+
+def fresh(definition: DecoderDefinition, seed: int, layout: Any, wanted: Callable[[str], bool]) -> dict[str, jax.Array]:
+    """{path: initial value} of the wanted parameters alone, in their shards."""
+    paths = [path_of(path) for path, _ in jax.tree_util.tree_leaves_with_path(definition.abstract())]
+    chosen = [path for path in paths if wanted(path)]
+    if not chosen:
+        return {}
+    by_path = {path_of(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(layout)}
+
+    def init(key: jax.Array) -> dict[str, jax.Array]:
+        leaves = jax.tree_util.tree_leaves_with_path(definition.init(key))
+        return {path_of(path): leaf for path, leaf in leaves if path_of(path) in chosen}
+
+    # Compiled, so that of the other parameters nothing is made; once, so that optimising costs more than it saves.
+    once = {"xla_backend_optimization_level": 0} if jax.default_backend() == "cpu" else {}
+    made = jax.jit(init, out_shardings={path: by_path[path] for path in chosen}, compiler_options=once)
+    return dict(made(jax.random.key(seed)))
+
+
+# Another run's weights ------------------------------------------------------------------------------------------------
+
+
+class Source(NamedTuple):
+    """The checkpoint that ``train.init_from`` names."""
+
+    run: Path
+    step: int
+    config: Config
+
+
+def source(config: Config) -> Source | None:
+    """The checkpoint that a resolved config starts from; None: fresh weights.
+
+    Raises:
+      UserError: no such run or checkpoint, parameters of other shapes (listed by name), a residual that would not
+      compute the source's function, or an optimiser whose state is another.
+    """
+    text = config.train.init_from
+    if text is None:
+        return None
+    run, at, step = text.rpartition("@")
+    numbered = bool(at) and step.isdigit()
+    try:
+        found, last = find_checkpoint(run if numbered else text, int(step) if numbered else None)
+    except UserError as error:
+        raise UserError(f"train.init_from: {error}") from None
+    made = Source(Path(run if numbered else text), last, found)
+    ours, theirs = _shapes(config), _shapes(found)
+    if not _same_maps(config, found):
+        _check_upcycling(config, found)
+        ours, theirs = ({p: s for p, s in shapes.items() if not _is_residual(p)} for shapes in (ours, theirs))
+    apart = [
+        f"{path} {list(theirs[path]) if path in theirs else 'absent'} there, "
+        f"{list(ours[path]) if path in ours else 'absent'} here"
+        for path in sorted({*ours, *theirs})
+        if ours.get(path) != theirs.get(path)
+    ]
+    if apart:
+        more = f" and {len(apart) - 8} more" if len(apart) > 8 else ""
+        raise UserError(f"train.init_from: {text}: parameters of other shapes: {'; '.join(apart[:8])}{more}")
+    if config.train.init_optimizer:
+        _check_optimizer(config, made)
+    return made
+
+
+def initial_state(trainer: Trainer) -> TrainState:
+    """The state before the first step, in its shards: fresh from seed.init, or from what ``train.init_from`` names.
+
+    Raises: UserError as ``source``.
+    """
+    config = trainer.config
+    found = source(config)
+    if found is None:
+        return trainer.init(config.seed.init)
+    own = not _same_maps(config, found.config)
+    new = fresh(trainer.definition, config.seed.init, trainer.layout.params, lambda path: own and _is_residual(path))
+    wanted: dict[str, Any] = {"params": trainer.abstract.params}
+    if config.train.init_optimizer:
+        wanted |= {name: getattr(trainer.abstract, name) for name in ("opt_state", "step", "skipped")}
+    layout = {name: getattr(trainer.layout, name) for name in wanted}
+    # What is new is not looked for in the source.
+    wanted["params"], layout["params"] = (_without(tree, set(new)) for tree in (wanted["params"], layout["params"]))
+    restored = restore_parts(found.run, found.step, wanted, layout)
+    params = _joined(trainer.abstract.params, restored["params"], new)
+    state = trainer.begin(params)
+    return state._replace(**{name: leaf for name, leaf in restored.items() if name != "params"})
+
+
+def state_of_weights(trainer: Trainer, run: Path, step: int) -> TrainState:
+    """The state that begins with the parameters of a checkpoint which holds nothing else."""
+    wanted, layout = {"params": trainer.abstract.params}, {"params": trainer.layout.params}
+    return trainer.begin(restore_parts(run, step, wanted, layout)["params"])
+
+
+def _is_residual(path: str) -> bool:
+    return kinds.parameter(path) is not None
+
+
+def _shapes(config: Config) -> dict[str, tuple[int, ...]]:
+    leaves = jax.tree_util.tree_leaves_with_path(DecoderDefinition(config).abstract())
+    return {path_of(path): leaf.shape for path, leaf in leaves}
+
+
+def _same_maps(config: Config, other: Config) -> bool:
+    """Whether the residuals are of one kind, with parameters of the same shapes: then they are taken over."""
+
+    def maps(one: Config) -> dict[str, tuple[int, ...]]:
+        return {path: shape for path, shape in _shapes(one).items() if _is_residual(path)}
+
+    return config.residual.kind == other.residual.kind and maps(config) == maps(other)
+
+
+def _check_upcycling(config: Config, found: Config) -> None:
+    if found.residual.kind != "plain" or found.residual.scale != 1.0:
+        theirs = f"residual.kind={found.residual.kind}, n={found.streams}, scale={found.residual.scale}"
+        raise UserError(
+            f"train.init_from: {config.train.init_from} has {theirs}; allowed for kind={config.residual.kind}: "
+            "a source with the same, or a plain one of scale 1, whose function the new residual can begin with"
+        )
+    try:
+        check_preserving(config.residual)
+    except UserError as error:
+        raise UserError(f"train.init_from: {config.train.init_from} is plain: {error}") from None
+
+
+def _check_optimizer(config: Config, found: Source) -> None:
+    def state(one: Config) -> Any:
+        abstract = DecoderDefinition(one).abstract()
+        made = jax.eval_shape(make_optimizer(one, abstract).init, abstract)
+        return jax.tree.structure(made), [leaf.shape for leaf in jax.tree.leaves(made)]
+
+    if state(config) != state(found.config):
+        raise UserError(
+            f"train.init_optimizer: the optimiser's state of {config.train.init_from} is another: "
+            f"{found.config.optimizer.name} with residual.kind={found.config.residual.kind}"
+        )
+
+
+def _without(tree: Any, paths: set[str]) -> Any:
+    """A nested dict without some of its leaves."""
+
+    def kept(node: Any, path: str) -> Any:
+        if not isinstance(node, dict):
+            return node
+        below = {name: kept(child, f"{path}/{name}" if path else name) for name, child in node.items()}
+        return {
+            name: child
+            for name, child in below.items()
+            if (f"{path}/{name}" if path else name) not in paths and child != {}
+        }
+
+    return kept(tree, "")
+
+
+def _joined(abstract: Any, some: Any, others: dict[str, jax.Array]) -> Any:
+    """The tree of ``abstract`` from leaves of two sources."""
+    by_path = {path_of(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(some)} | others
+    return jax.tree_util.tree_map_with_path(lambda path, _: by_path[path_of(path)], abstract)
