@@ -1,0 +1,175 @@
+"""Cross-entropy that never holds the logits of a whole batch, forward or backward."""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import TYPE_CHECKING, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from mhc import sharding
+from mhc.config import Config
+from mhc.model.decoder import Decoder
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Float, Int
+
+# Logits that a device holds at once where head.chunk does not say: 128 MiB in float32.
+HELD_LOGITS = 2**25
+
+
+class LossSums(NamedTuple):
+    """Sums over the valid targets of a batch, float32 scalars, and the largest logit."""
+
+    objective: jax.Array  # nll plus the z-loss
+    nll: jax.Array  # nats
+    log_z: jax.Array
+    log_z_square: jax.Array
+    logit_max: jax.Array
+
+    def join(self, other: LossSums) -> LossSums:
+        """Of both parts together."""
+        added = jax.tree.map(jnp.add, self, other)
+        return added._replace(logit_max=jnp.maximum(self.logit_max, other.logit_max))
+
+
+class _Options(NamedTuple):
+    """What the loss of a chunk depends on beside arrays."""
+
+    tied: bool  # the weight is [V, D], not [D, V]
+    softcap: float | None
+    z_loss: float
+    columns: int  # V padded to what the mesh divides
+
+
+def _sums(options: _Options, h: jax.Array, weight: jax.Array, targets: jax.Array, weights: jax.Array) -> LossSums:
+    """The reference, over whatever tokens it is given."""
+    weight = weight.astype(h.dtype)
+    axis = 0 if options.tied else 1
+    vocabulary = weight.shape[axis]
+    if options.columns > vocabulary:
+        pad = [(0, 0), (0, 0)]
+        pad[axis] = (0, options.columns - vocabulary)
+        weight = jnp.pad(weight, pad)
+    equation = "btd,vd->btv" if options.tied else "btd,dv->btv"
+    logits = jnp.einsum(equation, h, weight, preferred_element_type=jnp.float32)
+    if options.softcap is not None:
+        logits = options.softcap * jnp.tanh(logits / options.softcap)
+    if options.columns > vocabulary:
+        logits = jnp.where(jnp.arange(options.columns) < vocabulary, logits, jnp.finfo(logits.dtype).min)
+    log_z = jax.nn.logsumexp(logits, axis=-1)
+    at_target = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
+    nll, square = jnp.sum((log_z - at_target) * weights), jnp.sum(jnp.square(log_z) * weights)
+    return LossSums(
+        objective=nll + options.z_loss * square if options.z_loss else nll,
+        nll=nll,
+        log_z=jnp.sum(log_z * weights),
+        log_z_square=square,
+        logit_max=jnp.max(jnp.where(weights[..., None] > 0, logits, -jnp.inf)),
+    )
+
+
+def _chunks(chunk: int, *arrays: jax.Array) -> tuple[jax.Array, ...]:
+    """[B, T, ...] as [T / chunk, B, chunk, ...]."""
+    return tuple(jnp.moveaxis(a.reshape(a.shape[0], a.shape[1] // chunk, chunk, *a.shape[2:]), 1, 0) for a in arrays)
+
+
+def _start() -> LossSums:
+    zero = jnp.zeros((), jnp.float32)
+    return LossSums(zero, zero, zero, zero, jnp.full((), -jnp.inf))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _chunked(
+    options: _Options, chunk: int, h: jax.Array, weight: jax.Array, targets: jax.Array, weights: jax.Array
+) -> LossSums:
+    """``_sums`` chunk by chunk. Only ``objective`` has a gradient."""
+
+    def one(sums: LossSums, part: tuple[jax.Array, ...]) -> tuple[LossSums, None]:
+        return sums.join(_sums(options, part[0], weight, *part[1:])), None
+
+    return jax.lax.scan(one, _start(), _chunks(chunk, h, targets, weights))[0]
+
+
+def _chunked_forward(
+    options: _Options, chunk: int, h: jax.Array, weight: jax.Array, targets: jax.Array, weights: jax.Array
+) -> tuple[LossSums, tuple[jax.Array, jax.Array]]:
+    # The objective is a scalar, so its gradient is known up to a factor: each chunk's is taken while its logits are
+    # there, and none are computed twice.
+    def one(
+        carry: tuple[LossSums, jax.Array], part: tuple[jax.Array, ...]
+    ) -> tuple[tuple[LossSums, jax.Array], jax.Array]:
+        sums, to_weight = carry
+        h, targets, weights = part
+
+        def objective(h: jax.Array, weight: jax.Array) -> tuple[jax.Array, LossSums]:
+            found = _sums(options, h, weight, targets, weights)
+            return found.objective, found
+
+        (_, found), (to_h, more) = jax.value_and_grad(objective, argnums=(0, 1), has_aux=True)(h, weight)
+        return (sums.join(found), to_weight + more), to_h
+
+    start = (_start(), jnp.zeros_like(weight))
+    (sums, to_weight), to_h = jax.lax.scan(one, start, _chunks(chunk, h, targets, weights))
+    return sums, (jnp.moveaxis(to_h, 0, 1).reshape(h.shape), to_weight)
+
+
+def _chunked_backward(
+    options: _Options, chunk: int, saved: tuple[jax.Array, jax.Array], cotangent: LossSums
+) -> tuple[jax.Array, jax.Array, None, None]:
+    del options, chunk
+    to_h, to_weight = saved
+    factor = cotangent.objective
+    return to_h * factor.astype(to_h.dtype), to_weight * factor, None, None
+
+
+_chunked.defvjp(_chunked_forward, _chunked_backward)
+
+
+def chunk_length(config: Config, rows: int, length: int) -> int:
+    """Tokens of each of ``rows`` rows whose logits are held at once: head.chunk, or the largest divisor of the length
+    that keeps to HELD_LOGITS."""
+    most = config.head.chunk or max(HELD_LOGITS // (rows * config.vocab_size), 1)
+    return max(d for d in range(1, length + 1) if length % d == 0 and d <= max(most, 1))
+
+
+def cross_entropy(
+    decoder: Decoder, h: Float[Array, "B T D"], targets: Int[Array, "B T"], weights: Float[Array, "B T"]
+) -> LossSums:
+    """Sums of the cross-entropy of hidden states before the head, with softcap and z-loss as configured.
+
+    Logits exist for ``chunk_length`` tokens a row at a time, and over a mesh each device adds up its own rows before
+    anything is exchanged. Gradients flow through ``objective`` alone.
+    """
+    config, mesh = decoder.config, sharding.current_mesh()
+    weight = decoder.embed.table[...] if config.head.tied else decoder.head.kernel[...]
+    shards = math.prod(mesh.shape[axis] for axis in sharding.BATCH_AXES) if mesh is not None else 1
+    split = mesh.shape["tensor"] if mesh is not None else 1
+    columns = -(-config.vocab_size // split) * split
+    options = _Options(config.head.tied, config.head.softcap, config.head.z_loss, columns)
+    rows, length = h.shape[0] // shards, h.shape[1]
+    chunk = chunk_length(config, max(rows, 1), length)
+    if chunk == length:
+        return _sums(options, h, weight, targets, weights)
+    if mesh is None or mesh.size == 1:
+        return _chunked(options, chunk, h, weight, targets, weights)
+
+    batch, whole = PartitionSpec(sharding.BATCH_AXES), PartitionSpec()
+
+    @functools.partial(
+        jax.shard_map,
+        mesh=mesh,
+        axis_names=frozenset(sharding.BATCH_AXES),
+        in_specs=(batch, whole, batch, batch),
+        out_specs=whole,
+        check_vma=False,
+    )
+    def own_rows(h: jax.Array, weight: jax.Array, targets: jax.Array, weights: jax.Array) -> LossSums:
+        sums = _chunked(options, chunk, h, weight, targets, weights)
+        largest = jax.lax.pmax(jax.lax.stop_gradient(sums.logit_max), sharding.BATCH_AXES)
+        return jax.tree.map(lambda x: jax.lax.psum(x, sharding.BATCH_AXES), sums)._replace(logit_max=largest)
+
+    return own_rows(h, weight, targets, weights)
