@@ -233,10 +233,12 @@ def draw(
             ],
             y="distance / √N",
             columns=2,
+            log=True,
         ),
         "Distance to the identity and to uniform over depth",
         "Frobenius distance of H_res, and of the product H_k … H_0, to I and to J/N, at the last probe. Products of "
-        "doubly stochastic maps drift to uniform: all streams become one. It is the price of their stability.",
+        "doubly stochastic maps drift to uniform: all streams become one. It is the price of their stability. Log "
+        "scale; what is exactly 0 is not drawn.",
     )
     add(
         "stream",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import pytest
 from mhc.config import Config, from_config_dict
 from mhc.monitor.writers import read_jsonl
 from mhc.train.checkpoint import load_run
+from mhc.train.record import batch_hash
 from mhc.train.run import Run
 from mhc.train.step import Faults
 from tests.small import assert_identical
@@ -56,6 +58,10 @@ def config(corpus: str, kind: str = "mhc", **groups: dict[str, Any]) -> Config:
     for group, fields in groups.items():
         base[group] = {**base.get(group, {}), **fields}
     return from_config_dict(base)
+
+
+def with_steps(cfg: Config, steps: int) -> Config:
+    return dataclasses.replace(cfg, train=dataclasses.replace(cfg.train, steps=steps))
 
 
 def at_fault(step: jax.Array, new: jax.Array, old: jax.Array) -> jax.Array:
@@ -141,26 +147,29 @@ def test_a_nonfinite_step_leaves_no_trace_but_in_the_counters(tmp_path, corpus):
     code, made, events = run(tmp_path / "a", cfg, Faults(gradients=nan_gradient))
     assert code == 0
     assert [event["cause"] for event in alarms(events)] == ["nonfinite"]
-    shorter = dataclasses.replace(cfg, train=dataclasses.replace(cfg.train, steps=AT))
-    _, before, _ = run(tmp_path / "b", shorter, None)
+    _, before, _ = run(tmp_path / "b", with_steps(cfg, AT), None)
     assert_identical(made.state.params, before.state.params)
     assert_identical(made.state.opt_state, before.state.opt_state)
     assert (int(made.state.skipped), int(made.state.nonfinite), int(made.state.step)) == (1, 1, AT + 1)
 
 
 def test_skip_leaves_out_a_spike(tmp_path, corpus):
-    cfg = config(corpus, guard={"on_spike": "skip"}, train={"steps": AT + 1})
-    _, made, events = run(tmp_path / "a", cfg, Faults(loss=tenfold_loss))
+    falling = {"kind": "cosine", "warmup_steps": 4, "decay_steps": 20}
+    cfg = config(corpus, guard={"on_spike": "skip"}, schedule=falling, train={"steps": AT + 2})
+    _, made, events = run(tmp_path / "a", with_steps(cfg, AT + 1), Faults(loss=tenfold_loss))
     (alarm,) = alarms(events)
     assert (alarm["cause"], alarm["action"], alarm["flagged"]) == ("loss_spike", "skip", ["loss"])
-    shorter = dataclasses.replace(cfg, train=dataclasses.replace(cfg.train, steps=AT))
-    _, before, _ = run(tmp_path / "b", shorter, None)
+    _, before, _ = run(tmp_path / "b", with_steps(cfg, AT), None)
     assert_identical(made.state.params, before.state.params)
     assert_identical(made.state.opt_state, before.state.opt_state)
     assert int(made.state.skipped) == 1
     losses = made.state.guard.losses
     assert losses is not None
     assert float(jnp.nanmax(losses.values)) > 20  # skipped values enter the history
+    # The schedule stays too: the step after it has the rate that the skipped one had, to the bit.
+    run(tmp_path / "a", cfg, None)
+    rates = [record["lr"] for record in read_jsonl(tmp_path / "a" / "metrics.jsonl")]
+    assert rates[AT - 1] > rates[AT] == rates[AT + 1]
 
 
 @pytest.mark.slow
@@ -188,15 +197,16 @@ def test_rewind_lands_where_it_says_and_stops_after_max_rewinds(tmp_path, corpus
 
 
 class Recording:
-    """A data iterator that remembers the tokens it gave."""
+    """A data iterator that remembers what it gave, and may change a batch by its number, from 1."""
 
-    def __init__(self, data: Any):
-        self.data = data
-        self.tokens: list[np.ndarray] = []
+    def __init__(self, data: Any, change: Callable[[int, dict[str, np.ndarray]], None] = lambda number, batch: None):
+        self.data, self.change = data, change
+        self.batches: list[dict[str, np.ndarray]] = []
 
     def __next__(self) -> Any:
-        batch = next(self.data)
-        self.tokens.append(batch["tokens"])
+        batch = dict(next(self.data))
+        self.change(len(self.batches) + 1, batch)
+        self.batches.append(batch)
         return batch
 
     def __getattr__(self, attribute: str) -> Any:
@@ -212,11 +222,30 @@ def test_rewind_leaves_out_the_stated_batches(tmp_path, corpus):
         made = opened(config(corpus, guard=guard), tmp_path / name, faults)
         made.data = Recording(made.data)  # type: ignore[assignment]
         made.execute()
-        seen[name] = made.data.tokens  # type: ignore[attr-defined]
+        seen[name] = [batch["tokens"] for batch in made.data.batches]  # type: ignore[attr-defined]
     # A probe after every step leaves none in flight: 13 steps, then three batches left out, then step 6 anew.
     rewound, plain = seen["rewound"], seen["plain"]
     np.testing.assert_array_equal(rewound[AT + 1], plain[5])
     np.testing.assert_array_equal(rewound[AT + 4], plain[8])
+
+
+@pytest.mark.slow
+def test_a_bad_batch_is_found_and_named(tmp_path, corpus):
+    """Targets that no text of the corpus has, all the same one: the loss jumps, and with it, by rule, the gradient."""
+
+    def spoil(number: int, batch: dict[str, np.ndarray]) -> None:
+        if number == AT + 1:
+            batch["targets"] = np.where(batch["weights"] > 0, 255, batch["targets"]).astype(np.int32)
+
+    # Twelve steps from the start the history is wide: a fivefold loss lies 5.8 of its standard deviations above it.
+    cfg = config(corpus, train={"steps": AT + 1}, optimizer={"lr": 3e-2}, monitor={"zscore_threshold": 5.0})
+    made = opened(cfg, tmp_path)
+    made.data = Recording(made.data, spoil)  # type: ignore[assignment]
+    made.execute()
+    (alarm,) = alarms(read_jsonl(tmp_path / "events.jsonl"))
+    assert (alarm["cause"], alarm["flagged"]) == ("gradient_explosion", ["loss", "grad_norm"])
+    assert alarm["loss"] > 4 * alarm["history"]["loss"][-2]
+    assert alarm["batch"]["hash"] == batch_hash(made.data.batches[AT])  # type: ignore[attr-defined]
 
 
 def exploding(step: jax.Array, params: Any) -> Any:
@@ -279,8 +308,10 @@ def test_a_representation_in_one_direction_is_a_collapse(tmp_path, corpus):
 
 
 @pytest.mark.slow
-def test_events_of_a_resumed_run_equal_those_of_an_undisturbed_one(tmp_path, corpus):
-    cfg = config(corpus)
+@pytest.mark.parametrize("action", ["log", "skip"])
+def test_events_of_a_resumed_run_equal_those_of_an_undisturbed_one(action, tmp_path, corpus):
+    """The windows of ``log`` are read off the record again, those of ``skip`` come with the checkpoint."""
+    cfg = config(corpus, guard={"on_spike": action})
     faults = Faults(gradients=tenfold_gradients)
     _, _, undisturbed = run(tmp_path / "a", cfg, faults)
     made = opened(cfg, tmp_path / "b", faults)

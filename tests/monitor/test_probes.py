@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import time
 from typing import Any
 
 import jax
@@ -12,7 +13,9 @@ import pytest
 from mhc.config import Config
 from mhc.model.decoder import DecoderDefinition
 from mhc.monitor.probes import BATCH_FIELDS, compile_probe, transpose_residual_logits
-from tests.small import initial, packed, random_params, relative_error, small
+from mhc.sharding import make_mesh, put_batch
+from mhc.train.step import Trainer
+from tests.small import VOCAB, initial, packed, random_params, relative_error, small
 
 SUBLAYERS = 4
 
@@ -146,3 +149,31 @@ def test_transposed_logits_give_the_same_maps_under_the_other_preset():
     # maps of later sublayers see streams that differ by the error of the earlier ones
     assert relative_error(transposed, expected) <= 1e-4
     assert relative_error(mixing(deepseek)(params, seen), expected) > 0.05
+
+
+@pytest.mark.slow
+def test_a_probe_takes_no_more_than_three_steps():
+    """Medians at width 256 and depth 12, taken by turns. The step has no more rows than the probe: the default, of
+    eight times as many, takes longer still."""
+    fields = {"model": {"layers": 12, "width": 256}, "attention": {"heads": 4}, "mlp": {"width": None}}
+    batches = {"data": {"sequence_length": 256}, "train": {"batch_size": 4}, "monitor": {"probe_every": 100}}
+    config = small("mhc", **fields, **batches)
+    assert Config().monitor.probe_sequences == 4 <= Config().train.batch_size
+    made = Trainer(config, make_mesh(config.mesh, jax.devices()[:1]))
+    rng = np.random.default_rng(0)
+    rows = {name: np.ones((4, 256), np.int32) for name in ("segment_ids", "target_bytes")}
+    rows |= {name: rng.integers(0, VOCAB, (4, 256)).astype(np.int32) for name in ("tokens", "targets")}
+    rows |= {"positions": np.tile(np.arange(256, dtype=np.int32), (4, 1)), "weights": np.ones((4, 256), np.float32)}
+    probed, run = compile_probe(made.definition, made.mesh), {name: rows[name] for name in BATCH_FIELDS}
+    state = made.init(0)
+    seconds: dict[str, list[float]] = {"step": [], "probe": []}
+    for _ in range(6):
+        began = time.perf_counter()
+        state, metrics = made.step(state, put_batch(rows, made.mesh))
+        jax.block_until_ready((state, metrics))
+        between = time.perf_counter()
+        jax.device_get(probed(state.params, run))
+        for name, took in (("step", between - began), ("probe", time.perf_counter() - between)):
+            seconds[name].append(took)
+    step, probe_ = (float(np.median(seconds[name][1:])) for name in ("step", "probe"))  # the first ones compile
+    assert probe_ <= 3 * step, f"{probe_:.3f} s against {step:.3f} s"
