@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 
 from mhc.config import Config
+from mhc.model.cache import layer_runs, slot_positions
 from mhc.model.decoder import DecoderDefinition
-from tests.covering import pairwise
-from tests.small import VOCAB, random_params, small
+from tests.covering import pairs, pairwise, product
+from tests.small import VOCAB, ZOO, random_params, relative_error, small
 
 FACTORS: dict[str, tuple[str, ...]] = {
     "position": ("rope", "learned", "sinusoidal", "relative_bias", "alibi", "none"),
@@ -73,7 +74,7 @@ VALID = np.array([[[c == "x" for c in call] for call in row.split()] for row in 
 
 @functools.cache
 def programs(config: Config, calls: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """(cached: params, tokens [B, calls, T], valid -> logits [B, calls T, V]; full: params, tokens, segments, prefix)."""
+    """The cached program: (params, tokens [B, calls, T], valid) -> logits [B, calls T, V]; and the full forward."""
     definition = DecoderDefinition(config)
 
     @jax.jit
@@ -144,10 +145,161 @@ def ident(case: Mapping[str, str]) -> str:
     return "-".join(case.values())
 
 
-# The positions that have an arm of their own in a test below need none here.
+# Without positions there is nothing that alibi without its bias does not have; the whole product has it.
 FAST = pairwise(FACTORS | {"position": FACTORS["position"][:-1], "calls": CALLS})
 
 
 @pytest.mark.parametrize("case", FAST, ids=ident)
 def test_pairwise(case: dict[str, str]) -> None:
     check(config_of(case), case["calls"])
+
+
+def test_the_covering_array_holds_every_pair() -> None:
+    factors = {"a": (1, 2, 3), "b": (1, 2), "c": (1, 2, 3, 4), "d": (True, False)}
+    cases = pairwise(factors)
+    assert set().union(*map(pairs, cases)) == set().union(*map(pairs, product(factors)))
+    assert 12 <= len(cases) <= 14 < len(product(factors)) == 48
+    assert cases == pairwise(factors) and all(list(case) == list(factors) for case in cases)
+
+
+# The whole product: a group of cases for each of these, which share programs where they can.
+GROUPS = product({name: FACTORS[name] for name in ("position", "attention", "mask")})
+REST = product({name: FACTORS[name] for name in FACTORS if name not in ("position", "attention", "mask")})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("group", GROUPS, ids=ident)
+def test_whole_product(group: dict[str, str], record_property: Callable[[str, object], None]) -> None:
+    for number, rest in enumerate(REST):
+        check(config_of(group | rest), CALLS[number % 2])
+        programs.cache_clear()
+    jax.clear_caches()
+    record_property("cases", len(REST))
+
+
+# What the product leaves out ------------------------------------------------------------------------------------------
+
+SCALINGS: dict[str, dict[str, Any]] = {
+    "linear": {"factor": 4.0},
+    "ntk": {"factor": 4.0},
+    "yarn": {"factor": 4.0, "original_length": 8},
+    "llama3": {"factor": 4.0, "original_length": 8},
+    "dynamic": {"factor": 4.0, "original_length": LENGTH},
+}
+
+
+@pytest.mark.parametrize("zoo", ZOO)
+def test_every_part_of_a_decoder(zoo: str) -> None:
+    """Experts behind a dense block, biases, norms of heads and of latents, tied heads: with chunks and with steps."""
+    attention = {"heads": 4, "softcap": 5.0, **ZOO[zoo]["attention"]}
+    check(small(**{**ZOO[zoo], "attention": attention}), CALLS[zoo == "latent experts"])
+
+
+@pytest.mark.parametrize(
+    "scaling", [pytest.param(name, marks=[] if name in ("yarn", "dynamic") else pytest.mark.slow) for name in SCALINGS]
+)
+def test_rotary_scalings(scaling: str) -> None:
+    """Of dynamic: rows within the original length, which it does not scale, so that keys are kept."""
+    config = small(positions={"scaling": scaling, **SCALINGS[scaling]})
+    assert DecoderDefinition(config).bind(random_params(config)).empty_cache(1, LENGTH).tokens is None
+    check(config, CALLS[scaling in ("ntk", "yarn")])
+
+
+def test_dynamic_scaling_equals_a_full_forward_of_every_prefix() -> None:
+    """Past the original length the base grows with the row: after each call a row's last token is as if it were new."""
+    config = small("hc", positions={"scaling": "dynamic", "factor": 4.0, "original_length": 4})
+    cached, full = programs(config, "chunks")
+    params, rng = random_params(config), np.random.default_rng(0)
+    tokens = rng.integers(0, VOCAB, VALID.shape).astype(np.int32)
+    out = np.asarray(cached(params, tokens, VALID)).reshape(*VALID.shape, VOCAB)
+    lengths, checked = set(), 0
+    for call in range(VALID.shape[1]):
+        rows = np.zeros((ROWS, LENGTH), np.int32)
+        flat = VALID[:, : call + 1].reshape(ROWS, -1)
+        place = np.cumsum(flat, axis=1) - 1
+        rows[np.nonzero(flat)[0], place[flat]] = tokens[:, : call + 1].reshape(ROWS, -1)[flat]
+        segments = (np.arange(LENGTH) < flat.sum(axis=1)[:, None]).astype(np.int32)
+        expected = np.asarray(full(params, rows, segments, np.zeros(ROWS, np.int32)))
+        for row in np.nonzero(VALID[:, call].any(axis=1))[0]:
+            last = np.nonzero(VALID[row, call])[0][-1]
+            assert relative_error(out[row, call, last], expected[row, segments[row].sum() - 1]) <= TOLERANCE
+            lengths.add(int(segments[row].sum()))
+            checked += 1
+    assert checked > 15 and min(lengths) <= 4 < 12 <= max(lengths)
+
+
+def test_going_on_from_a_cached_prefix_equals_starting_over() -> None:
+    """A cache that is kept can be gone on from more than once, and a longer call gives what shorter ones give."""
+    config = small(attention={"window": 3, "global_every": 2})
+    definition, params = DecoderDefinition(config), random_params(config)
+    extend = jax.jit(lambda tokens, cache: definition.bind(params).extend(tokens, cache))
+    tokens = np.random.default_rng(0).integers(0, VOCAB, (2, 12)).astype(np.int32)
+    other = (tokens + 3) % VOCAB
+    _, prefix = extend(tokens[:, :6], definition.bind(params).empty_cache(2, 12))
+    whole, end = extend(tokens, definition.bind(params).empty_cache(2, 12))
+    for rest in (other, tokens):
+        out, after = extend(rest[:, 6:], prefix)
+    assert relative_error(out, whole[:, 6:]) <= TOLERANCE
+    np.testing.assert_array_equal(after.lengths, end.lengths)
+    for one, same in zip(jax.tree.leaves(after.layers), jax.tree.leaves(end.layers), strict=True):
+        assert relative_error(one, same) <= TOLERANCE
+
+
+def test_a_prefix_given_by_row_holds_within_its_first_call() -> None:
+    config = small()
+    definition, params = DecoderDefinition(config), random_params(config)
+    prefix = jnp.asarray([0, 2, 5])
+    tokens = np.random.default_rng(0).integers(0, VOCAB, (3, 8)).astype(np.int32)
+    full = jax.jit(lambda tokens, prefix: definition.bind(params)(tokens, prefix=prefix))
+    extend = jax.jit(lambda tokens, cache: definition.bind(params).extend(tokens, cache, prefix=prefix))
+    expected = full(tokens, jnp.minimum(prefix, 4))
+    cache, parts = definition.bind(params).empty_cache(3, 8), []
+    for start in (0, 4):
+        part, cache = extend(tokens[:, start : start + 4], cache)
+        parts.append(part)
+    assert relative_error(jnp.concatenate(parts, axis=1), expected) <= TOLERANCE
+    np.testing.assert_array_equal(cache.prefix, [0, 2, 4])
+
+
+# The cache itself -----------------------------------------------------------------------------------------------------
+
+
+def test_a_windowed_layer_keeps_its_window_alone() -> None:
+    config = small(model={"layers": 5}, attention={"window": 3, "global_every": 2, "kv_heads": 1})
+    cache = DecoderDefinition(config).bind(random_params(config)).empty_cache(2, 100)
+    assert [leaf["key"].shape for leaf in cache.layers] == [(1, 2, slots, 1, 8) for slots in (3, 100, 3, 100, 3)]
+    runs = list(layer_runs((True, True, False, True)))
+    assert runs == [(0, 2, True), (2, 1, False), (3, 1, True)]
+
+
+def test_latent_attention_keeps_its_latent_alone() -> None:
+    config = small(attention={"kind": "mla", "heads": 4, "kv_rank": 6})
+    (cache,) = DecoderDefinition(config).bind(random_params(config)).empty_cache(2, 100).layers
+    assert {name: leaf.shape for name, leaf in cache.items()} == {"latent": (2, 2, 100, 6), "rotary": (2, 2, 100, 1, 2)}
+
+
+def test_a_slot_holds_the_newest_position_that_falls_to_it() -> None:
+    np.testing.assert_array_equal(
+        slot_positions(jnp.asarray([0, 2, 3, 7, 9]), 3), [[-1, -1, -1], [0, 1, -1], [0, 1, 2], [6, 4, 5], [6, 7, 8]]
+    )
+
+
+def test_bfloat16_keys_are_kept_in_bfloat16() -> None:
+    config = small(model={"dtype": "bfloat16"})
+    decoder = DecoderDefinition(config).bind(random_params(config))
+    logits, cache = jax.eval_shape(
+        lambda tokens: decoder.extend(tokens, decoder.empty_cache(1, 4)), jnp.zeros((1, 2), jnp.int32)
+    )
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(cache.layers)} == {"bfloat16"} and logits.dtype == jnp.float32
+
+
+def test_what_cannot_fit_is_refused() -> None:
+    decoder = DecoderDefinition(config := small(positions={"kind": "learned"})).bind(random_params(config))
+    with pytest.raises(
+        ValueError, match="max_length: given 17, allowed: at most 16, the rows of the learned positions"
+    ):
+        decoder.empty_cache(1, 17)
+    with pytest.raises(ValueError, match="max_length: given 0, allowed: 1 or more"):
+        decoder.empty_cache(1, 0)
+    with pytest.raises(ValueError, match="given 5 a row, allowed: the cache's 4"):
+        decoder.extend(jnp.zeros((1, 5), jnp.int32), decoder.empty_cache(1, 4))
