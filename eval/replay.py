@@ -5,7 +5,8 @@
 Restores the last checkpoint before step s (without one: initialises from the run's seed), feeds the run's own batches
 to the same compiled step, and prints the loss, the gradient norm and the profile over sublayers of step s, with the
 batch's hash and documents. Without overrides the numbers are compared with those that the run logged: on the same kind
-of device they are equal bit for bit, and the exit code is 1 where they are not.
+of device they are equal bit for bit, and the exit code is 1 where they are not. On CPU the number of cores is part of
+the kind, since it decides how sums are split: the command takes no more cores than the run had.
 
 With overrides that change the model or the state of the optimiser no checkpoint fits: the weights are then initialised
 afresh from the seed, and the run's batches are replayed from step 1, or from step k. Other overrides (a learning rate,
@@ -18,6 +19,8 @@ left out again. The run's folder is only read.
 from __future__ import annotations
 
 import dataclasses
+import os
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,22 +31,19 @@ from mhc import cli, kinds
 from mhc import config as configs
 from mhc.config import Config, ResidualConfig
 from mhc.errors import UserError
-from mhc.monitor.writers import read_jsonl
+from mhc.monitor.writers import read_json, read_jsonl
 
 # The batches of the run are the point of a replay: what decides them stays.
 _BATCHES = ("data.", "train.batch_size", "seed.data")
 _HARMLESS = ("data.prefetch", "data.cache_dir")  # of these groups, yet not of the batches
 # Fields that decide what the weights are, apart from their shapes.
-_WEIGHTS = ("model.", "attention.", "positions.", "mlp.", "norm.", "head.", "init.", "residual.", "seed.init")
-_DERIVED = (
-    "model.vocab_size",
-    "attention.kv_heads",
-    "attention.head_dim",
-    "mlp.width",
-    "residual.n",
-    "residual.init",
-    "residual.collapse",
-    "schedule.decay_steps",
+_WEIGHTS = ("model.", "attention.", "positions.", "mlp.", "moe.", "norm.", "head.", "init.", "residual.", "seed.init")
+# Fields that ``resolve`` may have filled in.
+_DERIVED = tuple(
+    f"{group}.{leaf}"
+    for group, part in configs.to_dict(Config()).items()
+    for leaf, value in part.items()
+    if value is None
 )
 _LOGGED = ("loss", "grad_norm", "update_norm", "param_norm", "lr", "logit_max", "log_z")
 
@@ -317,9 +317,23 @@ def main(arguments: Sequence[str]) -> int:
     if options.rows is not None and options.rows < 0:
         raise UserError(f"--rows: given {options.rows}, allowed: 0 (all) or more")
     given = cli.overrides(rest, parser)
+    take_cores_of(Path(options.run))
     result = replay(options.run, options.step, first=options.first, rows=options.rows, overrides=given, say=print)
     print(render(result))
     return 1 if result.differences else 0
+
+
+def take_cores_of(run: Path) -> None:
+    """Bind this process to as many cores as the run had, where its summary tells and there are as many.
+
+    An arm of a grid has a share of the machine's cores. Once jax is loaded it is too late, and nothing is done.
+    """
+    summary = run / "summary.json"
+    if "jax" in sys.modules or not hasattr(os, "sched_setaffinity") or not summary.is_file():
+        return
+    cores, own = read_json(summary).get("cores"), sorted(os.sched_getaffinity(0))
+    if cores and cores < len(own):
+        os.sched_setaffinity(0, own[:cores])
 
 
 def _read(folder: Path) -> _Stored:
@@ -338,8 +352,11 @@ def _derived(config: Config, group: str, leaf: str) -> bool:
     part = getattr(config, group)
     if leaf == "vocab_size" or getattr(part, leaf) is None:
         return False  # the tokeniser's, which stays
-    open_field = dataclasses.replace(config, **{group: dataclasses.replace(part, **{leaf: None})})
     assert config.model.vocab_size is not None
+    try:
+        open_field = dataclasses.replace(config, **{group: dataclasses.replace(part, **{leaf: None})})
+    except UserError:  # must be given
+        return False
     return configs.resolve(open_field, config.model.vocab_size) == config
 
 

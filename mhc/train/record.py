@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import hashlib
 import math
+import os
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -222,6 +223,7 @@ class Record:
             "rewinds": sum(e["event"] == "rewind" for e in events),
             "spikes": sum(e["event"] in ("spike", "nonfinite") for e in events),
             "tokens_per_second": float(np.median([r["tokens_per_second"] for r in metrics])) if metrics else None,
+            "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None,  # of this process
         }
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import os
 import random
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -16,7 +18,7 @@ from eval.replay import batches_left_out, change, render
 from mhc import cli
 from mhc.config import Config, from_config_dict, resolve
 from mhc.errors import UserError
-from mhc.monitor.writers import read_jsonl
+from mhc.monitor.writers import read_json, read_jsonl, write_json
 from mhc.train import run as runs
 from mhc.train import step as steps
 from mhc.train.checkpoint import committed_steps
@@ -182,6 +184,24 @@ def test_a_mistake_is_one_line_and_exit_2(
     assert left.value.code == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("error: ") and message in line
+
+
+def test_a_replay_takes_no_more_cores_than_the_run_had(
+    rewound: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert read_json(rewound / "summary.json")["cores"] == len(os.sched_getaffinity(0))
+    bound: list[list[int]] = []
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {3, 5, 7})
+    monkeypatch.setattr(os, "sched_setaffinity", lambda pid, cores: bound.append(cores))
+    write_json(tmp_path / "summary.json", {"cores": 2})
+    replays.take_cores_of(tmp_path)
+    assert not bound  # jax is loaded
+    monkeypatch.delitem(sys.modules, "jax")
+    for summary in ({"cores": 2}, {"cores": 3}, {"cores": 9}, {"cores": None}, {}):
+        write_json(tmp_path / "summary.json", summary)
+        replays.take_cores_of(tmp_path)
+    replays.take_cores_of(tmp_path / "elsewhere")
+    assert bound == [[3, 5]]
 
 
 def test_a_run_without_a_step(tmp_path: Path, rewound: Path) -> None:
