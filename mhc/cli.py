@@ -137,16 +137,16 @@ def _run_config_file(path: str) -> ConfigDict:
     return made
 
 
-def check_writable(folder: str) -> Path:
+def check_writable(folder: str, option: str = "--workdir") -> Path:
     """The path of a folder that is there or can be made; makes nothing. Raises UserError where it cannot be written."""
     if not folder:
-        raise UserError("--workdir: given '', allowed: the folder of the run, e.g. runs/a")
+        raise UserError(f"{option}: given '', allowed: the path of a folder, e.g. runs/a")
     path = Path(folder)
     parent = path
     while not parent.exists():
         parent = parent.parent
     if not parent.is_dir():
-        raise UserError(f"--workdir {folder}: {parent} is a file, allowed: a folder that can be written")
+        raise UserError(f"{option} {folder}: {parent} is a file, allowed: a folder that can be written")
     if not os.access(parent, os.W_OK | os.X_OK):
-        raise UserError(f"--workdir {folder}: no permission to write in {parent}")
+        raise UserError(f"{option} {folder}: no permission to write in {parent}")
     return path

@@ -83,8 +83,8 @@ def read(
     layout = tensors.layout(families.family_of(raw), raw, source)
     wanted = check_source(config, raw, source, layout)
     _check_tied(config, source, layout)
-    params = _parameters(config, source, wanted, mesh)
-    decoder = DecoderDefinition(config).bind(params)
+    definition = DecoderDefinition(config)
+    decoder = definition.bind(_parameters(definition, source, wanted, mesh))
     decoder.origin = Origin(layout, json.dumps(dict(raw)))  # type: ignore[attr-defined]
     return decoder
 
@@ -141,10 +141,9 @@ def _check_tied(config: Config, source: Mapping[str, np.ndarray], layout: Layout
 
 
 def _parameters(
-    config: Config, source: Mapping[str, np.ndarray], wanted: Mapping[str, Tensor], mesh: Mesh | None
+    definition: DecoderDefinition, source: Mapping[str, np.ndarray], wanted: Mapping[str, Tensor], mesh: Mesh | None
 ) -> Params:
     """Our parameters, leaf by leaf and shard by shard: beside them one tensor of the source is held at a time."""
-    definition = DecoderDefinition(config)
     abstract = definition.abstract()
     device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     layout = jax.tree.map(lambda leaf: device, abstract) if mesh is None else sharding.shardings(abstract, mesh)
@@ -153,7 +152,7 @@ def _parameters(
         for part in tensor.parts:
             if tensor.name != "lm_head.weight" or part.path != "embed/table":
                 places.setdefault(part.path, []).append((tensor.name, part))
-    own = start.fresh(definition, config.seed.init, layout, lambda path: path not in places)
+    own = start.fresh(definition, definition.config.seed.init, layout, lambda path: path not in places)
 
     def leaf(key_path: Any, shape: jax.ShapeDtypeStruct, layout: Any) -> jax.Array:
         path = sharding.path_of(key_path)

@@ -102,9 +102,7 @@ def main(arguments: Sequence[str]) -> int:
     options, rest = parser.parse_known_args(arguments)
     run = import_hf(options.folder, options.workdir, cli.overrides(rest, parser))
     if not (run / TOKENIZER).is_file():
-        print(
-            f"{options.folder} has no {TOKENIZER}: data.tokenizer is as given or by default, which may not be the model's"
-        )
+        print(f"{options.folder} has no {TOKENIZER}: the run's is data.tokenizer, bytes by default")
     print(f"{run}: imported; to train it: python train.py --config configs/of_run.py:{run} --workdir {run}")
     return 0
 

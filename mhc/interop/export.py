@@ -1,0 +1,251 @@
+"""A run as a folder that others can read: safetensors, config.json, tokenizer.json and a model card.
+
+    python -m mhc.interop.export RUN --to DIR [--step s] [--names auto|hf|ours]
+
+A plain model that a family of Hugging Face expresses is written in its names, any other in ours, with model.py beside
+it: one short file of numpy that computes the logits. docs/interop.md documents both formats.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mhc import cli
+from mhc import config as configs
+from mhc.config import Config
+from mhc.errors import UserError
+from mhc.monitor.writers import read_json, read_jsonl
+
+SHARD = 5_000_000_000  # bytes of the largest file
+VERSION = 1  # of our format
+KINDS = ("plain", "hc", "mhc", "mhc_lite", "kromhc", "identity")  # that model.py knows
+GROUPS = ("model", "attention", "positions", "mlp", "moe", "norm", "head", "residual")  # that say what is computed
+_TRAINING = {"model": ("dtype", "remat", "scan"), "attention": ("impl",)}
+_TRAINING |= {"moe": ("balance", "balance_rate", "balance_loss", "z_loss"), "head": ("z_loss",)}
+_TRAINING |= {"norm": ("gamma_init", "gamma_frozen", "gamma_schedule"), "residual": ("init", "alpha", "res_gap")}
+
+
+def export(run: str | Path, folder: str | Path, step: int | None = None, names: str = "auto") -> Path:
+    """Write a run's model into a new folder; nothing is written unless all of it can be.
+
+    Args:
+      step: of a checkpoint; None: the last. names: hf, ours, or auto: hf where a family expresses the model.
+
+    Raises:
+      UserError: no such run or checkpoint, a folder that holds something, names="hf" for a model that no family
+      expresses, or a residual kind from elsewhere.
+    """
+    target = cli.check_writable(str(folder), "--to")
+    if target.exists() and any(target.iterdir()):
+        raise UserError(f"--to {target}: holds something already, allowed: a new or an empty folder")
+
+    from mhc.data import tokenizers
+    from mhc.interop import families, hf, tensors
+    from mhc.train.checkpoint import load_run
+
+    loaded = load_run(run, step)
+    config = loaded.config
+    tokenizer = tokenizers.load(config.data.tokenizer)
+    leaf = hf.leaf_reader(loaded.params)
+    family = None
+    if names != "ours":
+        try:
+            family, written = families.express(config)
+        except UserError:
+            if names == "hf":
+                raise
+    if family is not None:
+        ids = {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id}
+        described: dict[str, Any] = written | {name: int(value) for name, value in ids.items()}
+        plan = tensors.plan(config, tensors.Layout(family.name, head=not config.head.tied))
+        shapes = {name: tensor.shape for name, tensor in plan.items()}
+
+        def tensor(name: str) -> np.ndarray:
+            return tensors.compose(plan[name], leaf)
+    else:
+        if config.residual.kind not in KINDS:
+            raise UserError(f"residual.kind={config.residual.kind}: model.py knows {', '.join(KINDS)}")
+        described = {"format": "mhc", "version": VERSION, "model": function_fields(config)}
+        places = our_names(config)
+        shapes = {name: shape for name, (_, _, shape) in places.items()}
+
+        def tensor(name: str) -> np.ndarray:
+            path, layer, _ = places[name]
+            return leaf(path) if layer is None else leaf(path)[layer]
+
+    made = target.parent / f".{target.name}.{os.getpid()}"
+    try:
+        made.mkdir(parents=True)
+        (made / "config.json").write_text(json.dumps(described, indent=2) + "\n")
+        write_weights(made, shapes, tensor, {"format": "pt"} if family else {"format": "mhc"})
+        write_tokenizer(made / "tokenizer.json", config.data.tokenizer)
+        if family is None:
+            shutil.copyfile(Path(__file__).with_name("standalone.py"), made / "model.py")
+        (made / "README.md").write_text(card(Path(run), loaded.step, config, family.name if family else None))
+        if target.exists():
+            target.rmdir()
+        made.rename(target)
+    finally:
+        shutil.rmtree(made, ignore_errors=True)
+    return target
+
+
+def function_fields(config: Config) -> dict[str, dict[str, Any]]:
+    """The groups of a resolved config that say what is computed, without fields for training alone."""
+    tree = configs.to_dict(config)
+    return {
+        group: {name: value for name, value in tree[group].items() if name not in _TRAINING.get(group, ())}
+        for group in GROUPS
+    }
+
+
+def our_names(config: Config) -> dict[str, tuple[str, int | None, tuple[int, ...]]]:
+    """{name in our format: (path of the parameter, number in its stack, shape)}."""
+    import jax
+
+    from mhc.model.decoder import DecoderDefinition
+    from mhc.sharding import path_of
+
+    out: dict[str, tuple[str, int | None, tuple[int, ...]]] = {}
+    for key, leaf in jax.tree_util.tree_leaves_with_path(DecoderDefinition(config).abstract()):
+        path = path_of(key)
+        stack, _, rest = path.partition("/")
+        if stack not in ("blocks", "leading_blocks"):
+            out[path.replace("/", ".")] = path, None, leaf.shape
+            continue
+        first = config.leading_layers if stack == "blocks" else 0
+        for layer in range(leaf.shape[0]):
+            out[f"layers.{first + layer}.{rest.replace('/', '.')}"] = path, layer, leaf.shape[1:]
+    return out
+
+
+def write_weights(
+    folder: Path,
+    shapes: Mapping[str, tuple[int, ...]],
+    tensor: Callable[[str], np.ndarray],
+    metadata: Mapping[str, str],
+    shard: int = SHARD,
+) -> None:
+    """model.safetensors, or shards of at most ``shard`` bytes (but for a larger tensor) with an index."""
+    from mhc.interop import safetensors
+    from mhc.interop.folder import INDEX, SINGLE
+
+    parts: list[list[str]] = [[]]
+    room = shard
+    sizes = {name: 4 * math.prod(shape) for name, shape in shapes.items()}
+    for name in sorted(shapes):
+        if parts[-1] and sizes[name] > room:
+            parts.append([])
+            room = shard
+        parts[-1].append(name)
+        room -= sizes[name]
+    files = (
+        [SINGLE]
+        if len(parts) == 1
+        else [f"model-{number:05d}-of-{len(parts):05d}.safetensors" for number in range(1, len(parts) + 1)]
+    )
+    for file, names in zip(files, parts, strict=True):
+        safetensors.write(folder / file, {name: shapes[name] for name in names}, tensor, metadata)
+    if len(parts) > 1:
+        where = {name: file for file, names in zip(files, parts, strict=True) for name in names}
+        index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": where}
+        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+
+
+def write_tokenizer(path: Path, spec: str) -> None:
+    """A tokenizer.json: a copy of the run's, or one that does what ``bytes`` does."""
+    if spec != "bytes":
+        shutil.copyfile(Path(spec).expanduser(), path)
+        return
+    import tokenizers
+
+    # Every byte is a printable character there: itself where it is one, else the next free one from 256 on.
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printable]
+    character = {byte: byte for byte in printable} | {byte: 256 + number for number, byte in enumerate(others)}
+    model = tokenizers.models.BPE({chr(character[byte]): byte for byte in range(256)}, [])
+    made = tokenizers.Tokenizer(model)
+    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    made.decoder = tokenizers.decoders.ByteLevel()
+    made.add_special_tokens(["<s>", "</s>"])  # 256 and 257
+    made.save(str(path))
+
+
+def card(run: Path, step: int, config: Config, family: str | None) -> str:
+    """The model card, Markdown: what it was trained on and how, and what was measured."""
+    from mhc.model.decoder import DecoderDefinition
+    from mhc.model.flops import count_parameters
+
+    counts, r, data, train = count_parameters(DecoderDefinition(config)), config.residual, config.data, config.train
+    rows = read_jsonl(run / "metrics.jsonl") if (run / "metrics.jsonl").is_file() else []
+    rows = [row for row in rows if row["step"] <= step]
+    streams = f", {config.streams} streams" if r.kind != "plain" else ""
+    what = [
+        f"A decoder-only language model with the residual `{r.kind}`{streams}: {counts['total']:,} parameters,",
+        f"{counts['active']:,} of them active for a token; {config.model.layers} layers of width {config.model.width},",
+        f"vocabulary {config.vocab_size}. Exported by mhc, step {step} of its run.",
+        f"Weights and config.json are those of the family {family}: what reads that family reads this folder."
+        if family
+        else "`model.py` runs it with numpy alone: `from model import load; logits = load()(tokens)`.",
+    ]
+    tokens = rows[-1]["tokens"] if rows else 0
+    held_out = "a held-out part of it" if data.validation is None else f"`{data.validation}`"
+    trained = [
+        *([f"It started with the weights of `{train.init_from}`."] if train.init_from else []),
+        f"Trained on `{data.source}`, validated on {held_out}; sequences of {data.sequence_length} tokens,",
+        f"{train.batch_size} a step: {tokens:,} target tokens in {step} steps.",
+        f"Tokeniser: `{Path(data.tokenizer).name}`.",
+    ]
+    parts = [f"# {run.resolve().name}", "\n".join(what), "## Data", "\n".join(trained), "## Measured"]
+    parts += [_measured(run, rows), "## Config", f"```json\n{configs.to_json(config)}```"]
+    return "\n\n".join(parts) + "\n"
+
+
+def _measured(run: Path, rows: Sequence[Mapping[str, Any]]) -> str:
+    """A table of what the run logged up to the last of the rows."""
+    if not rows:
+        return "No step was trained: the weights are as they were imported."
+    validated: Mapping[str, Any] = next((row for row in reversed(rows) if "val_loss" in row), {})
+    summary = read_json(run / "summary.json") if (run / "summary.json").is_file() else {}
+    measured = (
+        ("training loss, nats per token", rows[-1]["step"], rows[-1]["loss"]),
+        ("validation loss, nats per token", validated.get("step"), validated.get("val_loss")),
+        ("validation, bits per byte", validated.get("step"), validated.get("val_bits_per_byte")),
+        ("peak forward gain of the residual", f"to {summary.get('steps')}", summary.get("peak_forward_gain")),
+    )
+    lines = [f"| {name} | {step} | {value:.5g} |" for name, step, value in measured if isinstance(value, (int, float))]
+    return "\n".join(["| | step | |", "| --- | --- | --- |", *lines])
+
+
+def main(arguments: Sequence[str]) -> int:
+    """The program: 0 when the folder is there. Raises UserError for a user's mistake."""
+    parser = cli.Parser(
+        prog="python -m mhc.interop.export",
+        description="Write a run's model as safetensors, config.json, tokenizer.json and a model card.",
+    )
+    parser.add_argument("run", metavar="RUN", help="folder of a run")
+    parser.add_argument("--to", required=True, metavar="DIR", help="folder to make")
+    parser.add_argument("--step", type=int, help="of the checkpoint; without it the last")
+    parser.add_argument(
+        "--names",
+        choices=("auto", "hf", "ours"),
+        default="auto",
+        help="hf: those of a Hugging Face family; ours: with model.py; auto: hf where one expresses the model",
+    )
+    options = parser.parse_args(arguments)
+    folder = export(options.run, options.to, options.step, options.names)
+    print(f"{folder}: {', '.join(sorted(path.name for path in folder.iterdir()))}")
+    return 0
+
+
+if __name__ == "__main__":
+    cli.run_main(main, sys.argv[1:])
