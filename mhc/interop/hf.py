@@ -223,9 +223,14 @@ def describe(decoder: Decoder) -> tuple[dict[str, Any], Layout, dict[str, Tensor
     return raw, layout, tensors.plan(decoder.config, layout)
 
 
+def by_path(tree: Any) -> dict[str, Any]:
+    """{a/b/c: leaf} of a tree of parameters."""
+    return {sharding.path_of(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+
+
 def leaf_reader(params: Params) -> Any:
     """path -> numpy array of a parameter, the last one kept: a plan asks for each many times in a row."""
-    leaves = {sharding.path_of(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
+    leaves = by_path(params)
     held: dict[str, np.ndarray] = {}
 
     def leaf(path: str) -> np.ndarray:

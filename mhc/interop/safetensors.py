@@ -128,7 +128,7 @@ def write(
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for name in names:
-            array = np.ascontiguousarray(tensor(name), "<f4")
+            array = np.asarray(tensor(name), "<f4", order="C")
             if array.shape != shapes[name]:
                 raise ValueError(f"{name} is {array.shape}, announced as {shapes[name]}")
             file.write(array.reshape(-1).view(np.uint8).data)
