@@ -18,7 +18,7 @@ Weights = dict[str, np.ndarray]
 
 
 @functools.cache
-def golden(name: str) -> tuple[dict[str, Any], Weights, np.ndarray, np.ndarray]:
+def golden(name: str) -> tuple[dict[str, Any], Weights, Any, np.ndarray]:
     """(config.json, weights float64, tokens, logits) of an in-memory model."""
     with np.load(GOLDEN / f"hf_{name}.npz") as file:
         weights = {key[2:]: file[key] for key in file.files if key.startswith("w/")}

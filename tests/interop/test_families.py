@@ -255,8 +255,8 @@ def test_a_residual_that_cannot_compute_the_source_is_refused(residual: dict[str
 # Which family a model of ours is ------------------------------------------------------------------------------------
 
 
-def ours(**groups: dict[str, Any]) -> Config:
-    return small(residual=groups.pop("residual", {}), **groups)
+def ours(groups: dict[str, Any]) -> Config:
+    return small("plain", **groups)
 
 
 @pytest.mark.parametrize(
@@ -278,7 +278,7 @@ def ours(**groups: dict[str, Any]) -> Config:
     ids=str,
 )
 def test_a_model_of_ours_is_written_in_the_names_of_its_family(groups: dict[str, Any], family: str) -> None:
-    assert families.express(ours(**groups))[0].name == family
+    assert families.express(ours(groups))[0].name == family
 
 
 @pytest.mark.parametrize(
@@ -296,7 +296,7 @@ def test_a_model_of_ours_is_written_in_the_names_of_its_family(groups: dict[str,
 )
 def test_what_no_family_has_is_named(groups: dict[str, Any], words: str) -> None:
     with pytest.raises(UserError, match=words):
-        families.express(ours(**groups))
+        families.express(ours(groups))
 
 
 def test_fields_that_change_nothing_make_no_difference() -> None:
