@@ -80,14 +80,7 @@ def is_fast(case: Case) -> bool:
     return default and case.init == case.group.inits[0]
 
 
-def is_light(group: Group) -> bool:
-    """Every kind, preset and N; the second Sinkhorn preset at one N, since it reorders the same divisions."""
-    return group.sinkhorn == "paper" or group.n == group.spec.default_streams
-
-
-every_group = pytest.mark.parametrize(
-    "group", [pytest.param(group, marks=() if is_light(group) else pytest.mark.slow) for group in groups()], ids=str
-)
+every_group = pytest.mark.parametrize("group", groups(), ids=str)
 every_case = pytest.mark.parametrize(
     "case", [pytest.param(case, marks=() if is_fast(case) else pytest.mark.slow) for case in cases()], ids=str
 )

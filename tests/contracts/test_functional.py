@@ -74,7 +74,6 @@ def test_shapes_dtypes_and_finite_values(group: Group) -> None:
             assert np.isfinite(np.asarray(leaf, np.float32)).all()
 
 
-@pytest.mark.slow
 @every_group
 def test_a_scan_over_sublayers_equals_calling_them(group: Group) -> None:
     unrolled = jax.jit(lambda params: jax.lax.map(tower(group).unrolled, params))(tower(group).initial)
