@@ -65,7 +65,7 @@ def measure(config: Config, arms: Sequence[str], rounds: int) -> dict[str, Any]:
     from mhc.train.step import Trainer
 
     # A residual field that only one kind has would be refused by the others: arms take their kind's defaults.
-    fresh = {"n": None, "init": None, "collapse": None, "alpha": None, "sinkhorn": "paper"}
+    fresh: dict[str, Any] = {"n": None, "init": None, "collapse": None, "alpha": None, "sinkhorn": "paper"}
     rng, shape = np.random.default_rng(0), (config.train.batch_size, config.data.sequence_length)
     vocabulary = config.model.vocab_size or 259
     mesh = sharding.make_mesh(config.mesh)

@@ -1,0 +1,1 @@
+"""Programs and scripts for TPUs: sizing a run without one, creating slices, starting and resuming on them."""
