@@ -28,8 +28,8 @@ _TRIPS = re.compile(r'known_trip_count":\{"n":"(\d+)"')
 class Collectives(NamedTuple):
     """Of one kind: how often the program runs one, and the bytes of what they give, on one device."""
 
-    count: int
-    bytes: int
+    number: int
+    size: int  # bytes
 
 
 class _Line(NamedTuple):
@@ -107,7 +107,7 @@ def collectives(text: str) -> dict[str, Collectives]:
                 # The result of a start holds the operand too.
                 size = line.size // 2 if line.operation.endswith("-start") and kind != "all-reduce" else line.size
                 before = found.get((kind, line.channel), Collectives(0, 0))
-                found[kind, line.channel] = Collectives(max(before.count, times), max(before.bytes, times * size))
+                found[kind, line.channel] = Collectives(max(before.number, times), max(before.size, times * size))
                 continue  # a reduction's own computation holds no collective
             for called in line.calls:
                 walk(called, times * line.trips)
@@ -115,7 +115,7 @@ def collectives(text: str) -> dict[str, Collectives]:
     walk(entry, 1)
     totals = {kind: [one for (name, _), one in found.items() if name == kind] for kind in KINDS}
     return {
-        kind: Collectives(sum(one.count for one in every), sum(one.bytes for one in every))
+        kind: Collectives(sum(one.number for one in every), sum(one.size for one in every))
         for kind, every in totals.items()
         if every
     }
@@ -132,4 +132,4 @@ def gathered_shapes(text: str) -> Iterator[tuple[int, ...]]:
 
 def as_json(found: Mapping[str, Collectives]) -> dict[str, dict[str, int]]:
     """{kind: {count, bytes}}."""
-    return {kind: total._asdict() for kind, total in found.items()}
+    return {kind: {"count": total.number, "bytes": total.size} for kind, total in found.items()}

@@ -15,12 +15,12 @@ from mhc.errors import UserError
 from mhc.model import attention as module
 from mhc.model.attention import (
     HeadAttention,
+    LatentAttention,
     attend_flash,
     attend_sdpa,
     attend_xla,
     attention_context,
     choose_implementation,
-    make_attention,
     positions_of,
     visible,
 )
@@ -118,7 +118,7 @@ def test_flash_honours_what_the_reference_does(options):
     segments = jnp.asarray([[1] * 60 + [2] * 63 + [0] * 7])
     index = jnp.arange(length)[None]
     mask = visible(index, index, window=options.get("window")) & (segments[:, :, None] == segments[:, None, :])
-    shared = {name: options[name] for name in ("softcap", "scale") if name in options}
+    shared: dict[str, Any] = {name: options[name] for name in ("softcap", "scale") if name in options}
     expected = jax.jit(lambda *qkv: attend_xla(*qkv, mask, **shared))(q, k, v)
     flash = jax.jit(lambda *qkv: attend_flash(*qkv, segments, window=options.get("window"), **shared))(q, k, v)
     assert relative_error(flash, expected) <= 2e-6
@@ -163,7 +163,7 @@ def test_grouped_heads_equal_multi_head_attention_with_repeated_keys_and_values(
 def test_latent_heads_equal_full_heads_with_the_products_of_their_projections():
     """Without a rotary part and with the latent's norm undone, MLA is multi-head attention of low-rank weights."""
     config = small(attention={"kind": "mla", "kv_rank": 6}, positions={"kind": "none"})
-    latent, full = make_attention(config, key=KEY), HeadAttention(small(positions={"kind": "none"}), key=KEY)
+    latent, full = LatentAttention(config, key=KEY), HeadAttention(small(positions={"kind": "none"}), key=KEY)
     x, context = normal(2, 16, 16), attention_context(config, (2, 16))
     down = jnp.einsum("btd,dc->btc", x, latent.kv_down[...])
     normed = latent.kv_norm(down)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -50,7 +51,7 @@ def test_rope_turns_pairs_by_their_angles():
     assert rotate(x.astype(jnp.bfloat16), positions, base_frequencies(8, theta)).dtype == jnp.bfloat16
 
 
-def frequencies(scaling: str, size: int = 16, **fields: float) -> np.ndarray:
+def frequencies(scaling: str, size: int = 16, **fields: Any) -> np.ndarray:
     config = small(positions={"scaling": scaling, "original_length": 64, **fields})
     return np.asarray(rotary_frequencies(config, size, jnp.full((1, 1), 64))[0]).reshape(-1)
 

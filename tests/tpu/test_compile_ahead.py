@@ -39,6 +39,7 @@ def test_collectives_of_a_loop_count_as_often_as_it_runs():
 
     shape = jax.ShapeDtypeStruct((8, 64), jnp.float32, sharding=NamedSharding(mesh, P("fsdp")))
     text = jax.jit(program).lower(shape).compile().as_text()
+    assert text is not None
     found = hlo.collectives(text)
     assert found["all-reduce"] == hlo.Collectives(5, 5 * 64 * 4)
     assert found["all-gather"] == hlo.Collectives(1, 8 * 64 * 4)

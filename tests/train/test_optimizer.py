@@ -73,7 +73,7 @@ def test_every_parameter_of_every_kind_has_its_group(kind):
 @pytest.mark.parametrize("name", ZOO)
 def test_every_parameter_of_the_model_zoo_has_its_group(name):
     """Matrices decay, and Muon gets the ones of the blocks; biases, scales and tables of positions do neither."""
-    config = small(**ZOO[name])
+    config = small("plain", **ZOO[name])
     decayed = mask_of(config)
     for path in paths(config):
         vector = path.endswith(("_bias", "norm/scale", "norm/bias", "positions/bias", "positions/table"))
