@@ -119,8 +119,8 @@ def test_flash_honours_what_the_reference_does(options):
     index = jnp.arange(length)[None]
     mask = visible(index, index, window=options.get("window")) & (segments[:, :, None] == segments[:, None, :])
     shared: dict[str, Any] = {name: options[name] for name in ("softcap", "scale") if name in options}
-    expected = jax.jit(lambda *qkv: attend_xla(*qkv, mask, **shared))(q, k, v)
-    flash = jax.jit(lambda *qkv: attend_flash(*qkv, segments, window=options.get("window"), **shared))(q, k, v)
+    expected = jax.jit(lambda q, k, v: attend_xla(q, k, v, mask, **shared))(q, k, v)
+    flash = jax.jit(lambda q, k, v: attend_flash(q, k, v, segments, window=options.get("window"), **shared))(q, k, v)
     assert relative_error(flash, expected) <= 2e-6
 
 

@@ -70,7 +70,8 @@ def test_scalings_by_their_limits():
     np.testing.assert_allclose(frequencies("linear", factor=4.0), PLAIN / 4, rtol=1e-6)
     ntk = frequencies("ntk", factor=4.0) / PLAIN
     np.testing.assert_allclose(ntk[[0, -1]], [1.0, 0.25], rtol=1e-5)
-    for scaling, fields in (("yarn", {"beta_fast": 8.0}), ("llama3", {})):
+    scalings: tuple[tuple[str, dict[str, Any]], ...] = (("yarn", {"beta_fast": 8.0}), ("llama3", {}))
+    for scaling, fields in scalings:
         ratio = frequencies(scaling, factor=4.0, **fields) / PLAIN
         turns = 64 * PLAIN / (2 * math.pi)
         assert np.all(np.diff(ratio) <= 1e-6)

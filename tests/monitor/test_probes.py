@@ -155,8 +155,16 @@ def test_transposed_logits_give_the_same_maps_under_the_other_preset():
 def test_a_probe_takes_no_more_than_three_steps():
     """Medians at width 256 and depth 12, taken by turns. The step has no more rows than the probe: the default, of
     eight times as many, takes longer still."""
-    fields = {"model": {"layers": 12, "width": 256}, "attention": {"heads": 4}, "mlp": {"width": None}}
-    batches = {"data": {"sequence_length": 256}, "train": {"batch_size": 4}, "monitor": {"probe_every": 100}}
+    fields: dict[str, dict[str, Any]] = {
+        "model": {"layers": 12, "width": 256},
+        "attention": {"heads": 4},
+        "mlp": {"width": None},
+    }
+    batches: dict[str, dict[str, Any]] = {
+        "data": {"sequence_length": 256},
+        "train": {"batch_size": 4},
+        "monitor": {"probe_every": 100},
+    }
     config = small("mhc", **fields, **batches)
     assert Config().monitor.probe_sequences == 4 <= Config().train.batch_size
     made = Trainer(config, make_mesh(config.mesh, jax.devices()[:1]))
