@@ -19,7 +19,8 @@ def get_config() -> ConfigDict:
     model.width = 256  # model width D
     model.vocab_size = placeholder(int)  # vocabulary V, at least the tokeniser's; None: the tokeniser's size
     model.dtype = "float32"  # compute dtype: float32 | bfloat16; parameters and maps stay float32
-    model.remat = "none"  # what the backward pass computes again: none | full | dots
+    model.remat = "none"  # what the backward pass computes again: none | full | dots | streams (residual connections)
+    model.remat_blocks = placeholder(int)  # remat=streams: blocks between kept streams; None: the mHC paper's formula
     model.scan = True  # scan over blocks; False unrolls them: same numbers, longer compile
     model.embed_scale = False  # multiply embeddings by sqrt(D)
 

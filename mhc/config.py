@@ -152,7 +152,14 @@ class ModelConfig(_Group, group="model"):
     width: int = _field(256, "model width D", low=1)
     vocab_size: int | None = _field(None, "vocabulary V, at least the tokeniser's; None: the tokeniser's size", low=2)
     dtype: str = _field("float32", "compute dtype (parameters and maps stay float32)", choices=("float32", "bfloat16"))
-    remat: str = _field("none", "what the backward pass computes again", choices=("none", "full", "dots"))
+    remat: str = _field(
+        "none",
+        "what the backward pass computes again: all but each block's input; all but products; the residual connections",
+        choices=("none", "full", "dots", "streams"),
+    )
+    remat_blocks: int | None = _field(
+        None, "remat=streams: blocks between streams that are kept; None: the mHC paper's formula", low=1
+    )
     scan: bool = _field(True, "scan over blocks; False unrolls them: same numbers, longer compile")
     embed_scale: bool = _field(False, "multiply embeddings by sqrt(D)")
 
@@ -492,6 +499,7 @@ class Config:
         _check_positions(self)
         _check_feed_forward(self)
         _check_norm(self.norm)
+        _check_remat(self.model)
         _check_residual(self.residual)
         _check_schedule(self)
         _check_batch(self)
@@ -551,6 +559,13 @@ class Config:
     def streams(self) -> int:
         """N."""
         return self.residual.n or kinds.known()[self.residual.kind].default_streams
+
+    @property
+    def remat_blocks(self) -> int:
+        """Blocks between the streams that remat=streams keeps: L_r = sqrt(N S / (N + 2)) sublayers (arXiv:2512.24880,
+        section 4.3), two a block."""
+        sublayers = math.sqrt(self.streams * 2 * self.model.layers / (self.streams + 2))
+        return self.model.remat_blocks or max(1, round(sublayers / 2))
 
     @property
     def leading_layers(self) -> int:
@@ -709,6 +724,11 @@ def _check_feed_forward(config: Config) -> None:
         _refuse("mesh.expert", config.mesh.expert, f"a divisor of moe.experts={moe.experts}")
     if config.mlp.bias:
         _refuse("mlp.bias", True, "False with moe.experts > 0: experts have no biases")
+
+
+def _check_remat(model: ModelConfig) -> None:
+    if model.remat_blocks is not None and model.remat != "streams":
+        _refuse("model.remat_blocks", model.remat_blocks, f"None with model.remat={model.remat}: it is for streams")
 
 
 def _check_norm(norm: NormConfig) -> None:

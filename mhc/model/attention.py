@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec
 
 from mhc import sharding
 from mhc.config import Config, implementation_lacks
-from mhc.model.layers import kernel, zeros
+from mhc.model.layers import kept, kernel, zeros
 from mhc.model.norms import RMSNorm
 from mhc.model.positions import logit_bias, rotary_frequencies, rotate
 from mhc.rng import PathKey
@@ -349,7 +349,7 @@ class Attention(nnx.Module):
         return jnp.max(scores), -jnp.sum(jnp.where(weights > 0, weights * log_weights, 0.0), axis=-1)
 
     def __call__(self, x: Float[Array, "B T D"], context: AttentionContext) -> Float[Array, "B T D"]:
-        q, k, v = self.project(x, context.positions, context.frequencies)
+        q, k, v = (kept(part) for part in self.project(x, context.positions, context.frequencies))
         impl = choose_implementation(self.config)
         if impl == "flash":
             window = self.config.attention.window
@@ -361,10 +361,11 @@ class Attention(nnx.Module):
                 y = flash(window if context.local else None)
             else:
                 y = jax.lax.cond(context.local, lambda: flash(window), lambda: flash(None))
-            return self.join(y)
+            return kept(self.join(kept(y)))
         attend = {"xla": attend_xla, "sdpa": attend_sdpa}[impl]
         bias = self._bias(context.table, context.distances, context.distances)
-        return self.join(attend(q, k, v, context.mask, scale=self.scale, bias=bias, softcap=self.softcap))
+        y = attend(q, k, v, context.mask, scale=self.scale, bias=bias, softcap=self.softcap)
+        return kept(self.join(kept(y)))
 
 
 class HeadAttention(Attention):

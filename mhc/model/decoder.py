@@ -32,7 +32,7 @@ from mhc.model.cache import (
     place,
     slots_of,
 )
-from mhc.model.layers import Embedding, Head, Mlp, Sublayer, kernel
+from mhc.model.layers import KEPT, Embedding, Head, Mlp, Sublayer, kernel
 from mhc.model.moe import Moe
 from mhc.model.norms import make_norm
 from mhc.model.positions import sinusoidal
@@ -139,6 +139,7 @@ class Block(nnx.Module):
 
 REMAT_POLICIES: dict[str, Any] = {
     "full": None,
+    "streams": jax.checkpoint_policies.save_only_these_names(KEPT),
     "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
 }
 
@@ -258,24 +259,41 @@ class Decoder(nnx.Module):
         graph, stacked = nnx.split(blocks)
         model, mixed = self.config.model, len(set(local)) > 1
 
-        def run(state: State, layer: tuple[Any, Any], local: bool | None = None) -> tuple[State, Any]:
-            params, flag = layer
-            at = context.at(flag if local is None else local)
-            return nnx.merge(graph, params)(state, at, self.residual, observe)
+        def block(state: State, params: Any, flag: Any) -> tuple[State, Seen]:
+            return nnx.merge(graph, params)(state, context.at(flag), self.residual, observe)
 
-        if model.remat != "none":
-            run = jax.checkpoint(
-                run, policy=REMAT_POLICIES[model.remat], prevent_cse=not model.scan, static_argnums=(2,)
+        # Only where layers differ is the kind of their mask data: a constant spares the choice in every layer.
+        flags = jnp.asarray(local) if mixed else None
+
+        def scanned(state: State, params: Any, flags: jax.Array | None) -> tuple[State, Seen]:
+            return jax.lax.scan(
+                lambda s, layer: block(s, layer[0], layer[1] if mixed else local[0]), state, (params, flags)
             )
-        if model.scan:
-            # Only where layers differ is the kind of their mask data: a constant spares the choice in every layer.
-            flags = jnp.asarray(local) if mixed else None
-            return jax.lax.scan(lambda s, layer: run(s, layer, None if mixed else local[0]), state, (stacked, flags))
-        each = []
-        for layer in range(len(local)):
-            state, one = run(state, (jax.tree.map(lambda leaf, i=layer: leaf[i], stacked), None), local[layer])
-            each.append(one)
-        return state, jax.tree.map(lambda *leaves: jnp.stack(leaves), *each)
+
+        def unrolled(state: State, params: Any, flags: jax.Array | None) -> tuple[State, Seen]:
+            each = []
+            for layer in range(jax.tree.leaves(params)[0].shape[0]):
+                flag = local[0] if flags is None else flags[layer]
+                state, one = block(state, jax.tree.map(lambda leaf, i=layer: leaf[i], params), flag)
+                each.append(one)
+            return state, jax.tree.map(lambda *leaves: jnp.stack(leaves), *each)
+
+        run = scanned if model.scan else unrolled
+        if model.remat == "none":
+            return run(state, stacked, flags)
+        # The backward pass starts again from the state before each group, and keeps of it what the policy says.
+        policy, size = REMAT_POLICIES[model.remat], self.config.remat_blocks if model.remat == "streams" else 1
+        group = jax.checkpoint(run if size > 1 else unrolled, policy=policy, prevent_cse=not model.scan)
+        whole = len(local) // size * size if model.scan else 0
+        seen = []
+        if whole:
+            groups = jax.tree.map(lambda leaf: leaf[:whole].reshape(-1, size, *leaf.shape[1:]), (stacked, flags))
+            state, one = jax.lax.scan(lambda s, layers: group(s, *layers), state, groups)
+            seen.append(jax.tree.map(lambda leaf: leaf.reshape(whole, *leaf.shape[2:]), one))
+        for first in range(whole, len(local), size):
+            state, one = group(state, *jax.tree.map(lambda leaf, i=first: leaf[i : i + size], (stacked, flags)))
+            seen.append(one)
+        return state, jax.tree.map(lambda *parts: jnp.concatenate(parts), *seen)
 
     def hidden(
         self,

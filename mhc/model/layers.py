@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 
 from mhc.config import GATED, Config
 from mhc.model.norms import make_norm
@@ -31,6 +32,14 @@ def kernel(config: Config, key: PathKey, shape: tuple[int, ...], fan_in: int, *,
     if residual and config.init.scale_streams:
         std *= math.sqrt(config.streams)
     return nnx.Param(std * jax.random.normal(key.key, shape, jnp.float32))
+
+
+def kept(x: jax.Array) -> jax.Array:
+    """``x``, marked as what remat=streams keeps: results of a sublayer's products, and of the sublayer."""
+    return checkpoint_name(x, KEPT)
+
+
+KEPT = "sublayer"
 
 
 def zeros(*shape: int) -> nnx.Param:
@@ -103,7 +112,7 @@ class Mlp(nnx.Module):
 
     def _project(self, x: jax.Array, name: str) -> jax.Array:
         y = jnp.einsum("btd,df->btf", x, getattr(self, name)[...].astype(x.dtype))
-        return y + getattr(self, f"{name}_bias")[...].astype(x.dtype) if self.config.mlp.bias else y
+        return kept(y + getattr(self, f"{name}_bias")[...].astype(x.dtype) if self.config.mlp.bias else y)
 
     def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         gate = self._project(x, "gate") if self.config.mlp.kind in GATED else None

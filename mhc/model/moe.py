@@ -13,7 +13,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from mhc import sharding
 from mhc.config import GATED, Config
-from mhc.model.layers import Mlp, activate, kernel, zeros
+from mhc.model.layers import Mlp, activate, kept, kernel, zeros
 from mhc.rng import PathKey
 
 if TYPE_CHECKING:
@@ -76,8 +76,8 @@ def _dispatch(
     expert = jnp.where((expert >= 0) & (expert < count), expert, count)  # others' come last and belong to no group
     order = jnp.argsort(expert, stable=True)
     rows, sizes = tokens[order // k], jnp.bincount(expert, length=count).astype(jnp.int32)
-    gate = jax.lax.ragged_dot(rows, matrices["gate"], sizes) if "gate" in matrices else None
-    hidden = activate(config, jax.lax.ragged_dot(rows, matrices["up"], sizes), gate)
+    gate = kept(jax.lax.ragged_dot(rows, matrices["gate"], sizes)) if "gate" in matrices else None
+    hidden = activate(config, kept(jax.lax.ragged_dot(rows, matrices["up"], sizes)), gate)
     out = jax.lax.ragged_dot(hidden, matrices["down"], sizes)
     # What lies behind the last group is not defined on every platform.
     out = jnp.where((expert[order] < count)[:, None], out, 0) * weights.reshape(-1)[order][:, None].astype(x.dtype)
@@ -141,7 +141,7 @@ class Moe(nnx.Module):
         logits = jnp.einsum("btd,de->bte", x.astype(wide), self.router[...].astype(wide))
         bias = self.router_bias[...] if moe.balance == "loss_free" else None
         chosen, weights, scores = route(self.config, logits, bias)
-        y = self.experts(x, chosen, weights)
+        y = kept(self.experts(x, chosen, weights))
         if moe.shared:
             y = y + self.shared(x)
         counted = jnp.ones(x.shape[:2]) if valid is None else valid.astype(jnp.float32)
