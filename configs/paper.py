@@ -37,10 +37,7 @@ def get_config(
     config.moe.balance = "loss_free"
     config.norm.eps = 1e-20
     config.residual.rms_eps = 1e-20
-    config.residual.kind = "mhc"
-    config.residual.n = 4
-    config.residual.alpha = 0.01
-    config.residual.iters = 20
+    config.residual.kind = "mhc"  # its defaults are the paper's: N = 4, alpha 0.01, 20 Sinkhorn iterations
     config.data.sequence_length = 4096
     config.train.batch_size = batch
     config.train.steps = steps
