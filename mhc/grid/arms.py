@@ -109,7 +109,8 @@ def name_of(fields: Arm) -> str:
     """The name of an arm, which is also its folder: ``mhc,lr=0.003,seed=0``.
 
     Letters, digits and ``._+=,-`` only. It depends on these fields and their values, not on their order and not on
-    other arms. Where a value holds other characters or the name gets long, a hash of the fields ends it.
+    other arms. Where a value holds other characters, or would make the name of another arm, or the name gets long, a
+    hash of the fields ends it.
     """
     rest = dict(fields)
     parts = [(short, rest.pop(field)) for field, short in _SHORT.items() if field in rest]
@@ -120,7 +121,15 @@ def name_of(fields: Arm) -> str:
     parts += [(field, rest[field]) for field in sorted(rest)] + seeds_last
     plain = ",".join(f"{label}={_text(value)}" if label else _text(value) for label, value in parts) or "base"
     safe = re.sub(r"[^A-Za-z0-9._+=,-]", "_", plain)
-    if safe == plain and len(safe) <= _LONGEST and not safe.startswith("."):
+    # A text that is empty or holds what joins names could make the name of another arm.
+    clear = all(re.fullmatch(r"[^+=,]+", value) for value in fields.values() if isinstance(value, str))
+    if (
+        clear
+        and safe == plain
+        and len(safe) <= _LONGEST
+        and not safe.startswith(".")
+        and (safe != "base" or not fields)
+    ):
         return safe
     canonical = json.dumps({field: fields[field] for field in sorted(fields)}, default=list)
     return f"{safe.lstrip('.')[:_LONGEST]}-{hashlib.sha256(canonical.encode()).hexdigest()[:8]}"
@@ -131,5 +140,5 @@ def _text(value: Any) -> str:
         short = f"{value:g}"
         return short if float(short) == value else repr(value)
     if isinstance(value, (tuple, list)):
-        return "+".join(map(_text, value))
+        return "+".join(map(_text, value)) + ("+" if len(value) < 2 else "")  # ("a",) is not "a"
     return str(value)

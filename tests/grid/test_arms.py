@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from mhc.errors import UserError
@@ -92,6 +92,12 @@ def test_a_name_is_a_folder(fields: dict) -> None:
 
 
 @given(one_arm, one_arm)
+@example({}, {"residual.kind": ""})
+@example({}, {"residual.kind": "base"})
+@example({}, {"residual.kind": ()})
+@example({"residual.kind": "mhc", "residual.n": 4}, {"residual.kind": "mhc,n=4"})
+@example({"data.source": 0.5}, {"data.source": (0.5,)})
+@example({"data.source": (0.5, 0.25)}, {"data.source": "0.5+0.25"})
 def test_different_arms_have_different_names(one: dict, other: dict) -> None:
     # 1 and 1.0 and True are equal to Python; a plan holds values in the type of their field.
     if repr(sorted(one.items())) != repr(sorted(other.items())):
