@@ -315,15 +315,15 @@ class Decoder(nnx.Module):
         """
         config = self.config
         check_length(config, max_length)
-        start = jnp.zeros(batch, jnp.int32)
+        lengths, prefix = (jnp.zeros(batch, jnp.int32) for _ in range(2))  # two buffers, so that both can be donated
         if computes_again(config, max_length):
-            return DecoderCache(start, start, (), jnp.zeros((batch, max_length), jnp.int32), max_length)
+            return DecoderCache(lengths, prefix, (), jnp.zeros((batch, max_length), jnp.int32), max_length)
         layers = []
         for blocks, run in self._cached_runs():
             slots = slots_of(config, max_length, run.local)
             one = blocks.heads.empty_cache(batch, slots, jnp.dtype(config.model.dtype))
             layers.append(jax.tree.map(lambda leaf, n=run.layers: jnp.zeros((n, *leaf.shape), leaf.dtype), one))
-        return DecoderCache(start, start, tuple(layers), None, max_length)
+        return DecoderCache(lengths, prefix, tuple(layers), None, max_length)
 
     def extend(
         self,

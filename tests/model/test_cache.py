@@ -64,12 +64,17 @@ def config_of(case: Mapping[str, str], **groups: dict[str, Any]) -> Config:
 
 @functools.cache
 def params_of(config: Config) -> Params:
-    """Random ones. Maps of hc lie around those that read, write and keep every stream: around zero, streams cancel, and
-    the norms that follow would show the rounding of float32 rather than what the cache does."""
+    """Random ones, of which those of hc's maps are small and around maps that read, write and keep every stream: with
+    any, streams cancel, and the norms that follow would show float32's rounding rather than what the cache does."""
     around = {"b_res": np.eye(config.streams, dtype=np.float32), "b_post": 1.0, "b_pre": 0.5}
-    return jax.tree_util.tree_map_with_path(
-        lambda path, leaf: leaf + around.get(path_of(path).rpartition("/")[2], 0.0), random_params(config)
-    )
+
+    def adapt(path: Any, leaf: jax.Array) -> jax.Array:
+        name = path_of(path)
+        if config.residual.kind != "hc" or "_residual/" not in name:
+            return leaf
+        return 0.3 * leaf + around.get(name.rpartition("/")[2], 0.0)
+
+    return jax.tree_util.tree_map_with_path(adapt, random_params(config))
 
 
 # Rows of different lengths, their tokens spread over calls of CHUNK columns: all at once, behind padding, before
