@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import hypothesis
+import pytest
 
 # Most of the suite's time is compilation: without LLVM's optimisations and the fusion emitters it is seven times
 # shorter, and programs as small as the tests' run no slower. Numbers differ in the last bits only, and no test compares
@@ -29,3 +33,12 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1")
 # Time limits of single examples say how loaded the machine is, not whether a property holds.
 hypothesis.settings.register_profile("project", deadline=None)
 hypothesis.settings.load_profile("project")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _programs_of_one_module() -> Iterator[None]:
+    """Drops the compiled programs of a module after it: a process that keeps those of all runs out of memory maps."""
+    yield
+    if "jax" in sys.modules:
+        sys.modules["jax"].clear_caches()
+        gc.collect()

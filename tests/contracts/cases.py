@@ -81,6 +81,10 @@ def is_fast(case: Case) -> bool:
 
 
 every_group = pytest.mark.parametrize("group", groups(), ids=str)
+# By case, not by test: what a case compiled is used by the next test, and then dropped.
 every_case = pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=() if is_fast(case) else pytest.mark.slow) for case in cases()], ids=str
+    "case",
+    [pytest.param(case, marks=() if is_fast(case) else pytest.mark.slow) for case in cases()],
+    ids=str,
+    scope="module",
 )

@@ -7,6 +7,7 @@ their programs: presets differ in values alone.
 from __future__ import annotations
 
 import functools
+import gc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,6 +28,19 @@ from tests.contracts.test_functional import EQUAL_TO_PLAIN, separation
 from tests.small import assert_identical, by_path, initial, packed, relative_error, small, trainer
 
 MESH = {"data": 2, "fsdp": 2, "tensor": 2}
+
+
+_latest: Group | None = None
+
+
+@pytest.fixture(autouse=True)
+def programs_of_one_group(case: Case) -> None:
+    """Drops the programs of the group before: each maps some memory, and a process may hold so many maps (65530)."""
+    global _latest
+    if case.group != _latest:
+        _latest = case.group
+        jax.clear_caches()
+        gc.collect()
 
 
 class Variant(NamedTuple):
