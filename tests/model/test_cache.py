@@ -66,7 +66,7 @@ def config_of(case: Mapping[str, str], **groups: dict[str, Any]) -> Config:
 def params_of(config: Config) -> Params:
     """Random ones, of which those of hc's maps are small and around maps that read, write and keep every stream: with
     any, streams cancel, and the norms that follow would show float32's rounding rather than what the cache does."""
-    around = {"b_res": np.eye(config.streams, dtype=np.float32), "b_post": 1.0, "b_pre": 0.5}
+    around: dict[str, Any] = {"b_res": np.eye(config.streams, dtype=np.float32), "b_post": 1.0, "b_pre": 0.5}
 
     def adapt(path: Any, leaf: jax.Array) -> jax.Array:
         name = path_of(path)

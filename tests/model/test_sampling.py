@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from dataclasses import replace
 from typing import Any
 
 import hypothesis
@@ -111,13 +112,13 @@ def test_entropy_guides() -> None:
     entropy_low the most probable one, between them as asked; whatever the temperature asked for."""
     rows, flat = 400, jnp.zeros(256).at[7].set(0.05)
     logits = jnp.broadcast_to(flat, (rows, 256))
-    asked = {"temperature": 0.3, "top_k": 3}
-    above = np.asarray(draw(logits, keys(rows), Sampling(**asked, entropy_high=7.5)))
+    asked = Sampling(temperature=0.3, top_k=3)
+    above = np.asarray(draw(logits, keys(rows), replace(asked, entropy_high=7.5)))
     expected = np.asarray(draw(logits, keys(rows), Sampling(temperature=1.2, top_p=0.95)))
     np.testing.assert_array_equal(above, expected)
     assert len(set(above.tolist())) > 100
-    between = np.asarray(draw(logits, keys(rows), Sampling(**asked, entropy_low=7.5, entropy_high=8.5)))
-    np.testing.assert_array_equal(between, draw(logits, keys(rows), Sampling(**asked)))
+    between = np.asarray(draw(logits, keys(rows), replace(asked, entropy_low=7.5, entropy_high=8.5)))
+    np.testing.assert_array_equal(between, draw(logits, keys(rows), asked))
     assert len(set(between.tolist())) == 3
     assert set(np.asarray(draw(logits, keys(rows), Sampling(entropy_low=8.5, entropy_high=9.0))).tolist()) == {7}
     mixed = logits.at[: rows // 2].multiply(400.0)  # rows of 0 bits and rows of 8 bits, each by its own
