@@ -126,6 +126,12 @@ def _number(base: type, rule: _Rule, value: Any, name: str, allowed: str) -> int
     return int(value) if base is int else float(value)
 
 
+@functools.cache
+def _hints(group: Any) -> Mapping[str, Any]:
+    """Types of a group's fields; looked up once, for a config is made anew wherever one is changed."""
+    return typing.get_type_hints(group)
+
+
 # Groups ---------------------------------------------------------------------------------------------------------------
 
 
@@ -138,7 +144,7 @@ class _Group:
         cls.group = group
 
     def __post_init__(self) -> None:
-        hints = typing.get_type_hints(type(self))
+        hints = _hints(type(self))  # type: ignore[arg-type]  # a class is hashable
         for field in dataclasses.fields(self):  # type: ignore[arg-type]  # every subclass is a dataclass
             checked = _check(type(self), field, hints[field.name], getattr(self, field.name))
             object.__setattr__(self, field.name, checked)

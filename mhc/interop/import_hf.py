@@ -48,6 +48,7 @@ def import_hf(folder: str | Path, workdir: str | Path, overrides: Mapping[str, A
 
     # jax takes seconds to import: only a command without mistakes waits for it.
     from flax import nnx
+    from jax.sharding import Mesh
 
     from mhc.data import tokenizers
     from mhc.interop import families, hf
@@ -69,7 +70,9 @@ def import_hf(folder: str | Path, workdir: str | Path, overrides: Mapping[str, A
     config = hf.merged(source.config, groups)
     if copied or "tokenizer" in data:
         configs.resolve(config, tokenizers.load(config.data.tokenizer).vocab_size)
-    mesh = make_mesh(config.mesh)
+    mesh: Mesh | None = make_mesh(config.mesh)
+    if max(config.mesh.fsdp, config.mesh.tensor, config.mesh.expert) == 1:
+        mesh = None  # every device would hold the same: one is enough to write it
     decoder = hf.read(source.config, source, config, mesh)
 
     made = target.parent / f".{target.name}.{os.getpid()}"

@@ -56,7 +56,7 @@ RESIDUALS: list[dict[str, Any]] = [
     {"kind": "identity"},
     {"kind": "hc", "dynamic": False, "n": 2},
 ]
-FEW: list[dict[str, Any]] = [{"kind": "mhc"}, {"kind": "hc"}]
+FEW: list[dict[str, Any]] = [{"kind": "mhc", "iters": 2}, {"kind": "hc"}]
 
 
 @pytest.mark.parametrize(

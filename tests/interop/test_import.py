@@ -1,0 +1,224 @@
+"""import_hf: a folder becomes a run, or one line says why not and nothing is written."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mhc import cli
+from mhc.errors import UserError
+from mhc.interop import export, import_hf
+from mhc.interop.tensors import Layout
+from mhc.train.checkpoint import committed_steps, load_run
+from tests import small_runs
+from tests.interop.models import GOLDEN, random_config, random_weights, write_folder
+from tests.small import relative_error
+from tests.small_runs import write_corpus
+
+LLAMA = GOLDEN / "hf_published" / "llama"
+ROOT = Path(__file__).parents[2]
+
+
+def tiny_llama(folder: Path, vocab: int = 258, shards: int = 1) -> Path:
+    """A folder with a model as large as the byte tokeniser wants, and its tokenizer.json."""
+    raw = random_config("llama", 1) | {"vocab_size": vocab, "rope_parameters": None, "rope_scaling": None}
+    write_folder(folder, raw, random_weights(raw, Layout("llama", head=not raw["tie_word_embeddings"]), 0), shards)
+    export.write_tokenizer(folder / "tokenizer.json", "bytes")
+    return folder
+
+
+@pytest.fixture
+def program(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str]]:
+    """(exit code, stderr) of the program, run in this process."""
+
+    def run(*arguments: object) -> tuple[int, str]:
+        with pytest.raises(SystemExit) as left:
+            cli.run_main(import_hf.main, [str(argument) for argument in arguments])
+        return int(left.value.code or 0), capsys.readouterr().err
+
+    return run
+
+
+Program = Callable[..., tuple[int, str]]
+
+
+def test_the_run_computes_the_source_under_mhc(program: Program, tmp_path: Path) -> None:
+    code, said = program(
+        LLAMA, "--workdir", tmp_path / "a" / "x", "--config.residual.kind=mhc", "--config.residual.iters=2"
+    )
+    assert (code, said) == (0, "")
+    assert sorted(path.name for path in (tmp_path / "a").iterdir()) == ["x"]
+    loaded = load_run(tmp_path / "a" / "x")
+    assert (loaded.step, loaded.config.residual.iters, loaded.config.residual.init) == (0, 2, "equivalent")
+    with np.load(LLAMA / "expected.npz") as expected:
+        logits = loaded.decoder()(jnp.asarray(expected["tokens"][:, :16]))
+        assert relative_error(logits, expected["logits"][:, :16]) < 1e-4
+
+
+def test_the_run_trains_resumes_and_keeps_its_beginning(tmp_path: Path) -> None:
+    corpus = write_corpus(tmp_path / "texts")
+    folder, run = tiny_llama(tmp_path / "hf", shards=3), tmp_path / "x"
+    fields = small_runs.tiny(corpus, "plain", train={"steps": 4, "batch_size": 8}, checkpoint={"every": 1, "keep": 1})
+    fields["monitor"]["probe_every"] = fields["validation"]["every"] = 0
+    wanted = ("data", "optimizer", "schedule", "train", "validation", "checkpoint", "monitor")
+    overrides = {f"{group}.{name}": value for group in wanted for name, value in fields[group].items()}
+    import_hf.import_hf(folder, run, overrides)
+    assert load_run(run).config.data.tokenizer == str(run / "tokenizer.json")
+    # The config of the run, as a user names it on the command line.
+    config = cli.load_config(f"{ROOT / 'configs' / 'of_run.py'}:{run}", [], cli.Parser())
+    before = load_run(run).params
+    assert small_runs.run(config, run) == 0
+    metrics = small_runs.lines(run, "metrics")
+    assert [row["step"] for row in metrics] == [1, 2, 3, 4]
+    # Step 0 stays, whatever checkpoint.keep says: a rewind may come back to it.
+    assert committed_steps(run) == [0, 4]
+    np.testing.assert_array_equal(load_run(run, 0).params["embed"]["table"], before["embed"]["table"])
+    assert np.any(np.asarray(load_run(run).params["embed"]["table"]) != np.asarray(before["embed"]["table"]))
+
+
+def test_a_field_that_changes_the_function_is_refused(program: Program, tmp_path: Path) -> None:
+    for field, words in (
+        ("attention.window=4", "attention.window: given 4, allowed: None"),
+        ("model.layers=3", "model.layers: given 3, allowed: 2"),
+        ("norm.eps=1e-3", "norm.eps: given 0.001"),
+        ("residual.init=home", "residual.kind=plain"),
+        ("data.tokenizer=bytes", "model.vocab_size: given 97, allowed: at least 258"),
+    ):
+        code, said = program(LLAMA, "--workdir", tmp_path / "x", f"--config.{field}")
+        assert code == 2 and words in said, (field, said)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_workdir_that_holds_something_is_left_alone(program: Program, tmp_path: Path) -> None:
+    (tmp_path / "x").mkdir()
+    (tmp_path / "x" / "thesis.tex").write_text("x")
+    code, said = program(LLAMA, "--workdir", tmp_path / "x")
+    assert code == 2 and "holds something already" in said
+    assert [path.name for path in (tmp_path / "x").iterdir()] == ["thesis.tex"]
+
+
+# Damaged folders ------------------------------------------------------------------------------------------------------
+
+
+def _truncate(folder: Path) -> None:
+    path = next(iter(sorted(folder.glob("*.safetensors"))))
+    path.write_bytes(path.read_bytes()[:-8])
+
+
+def _retype(folder: Path) -> None:
+    path = folder / "model-00002-of-00003.safetensors"
+    path.write_bytes(path.read_bytes().replace(b'"F32"', b'"I32"', 1))
+
+
+def _lose_shard(folder: Path) -> None:
+    (folder / "model-00002-of-00003.safetensors").unlink()
+
+
+def _lose_index(folder: Path) -> None:
+    (folder / "model.safetensors.index.json").unlink()
+
+
+def _edit(file: str, change: Callable[[Any], None]) -> Callable[[Path], None]:
+    def edit(folder: Path) -> None:
+        content = json.loads((folder / file).read_text())
+        change(content)
+        (folder / file).write_text(json.dumps(content))
+
+    return edit
+
+
+INDEX = "model.safetensors.index.json"
+DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
+    "truncated": (_truncate, "model-00001-of-00003.safetensors: truncated"),
+    "dtype": (_retype, "is I32, allowed: F32, F16, BF16"),
+    "shard": (_lose_shard, "missing shards: model-00002-of-00003.safetensors"),
+    "index": (_lose_index, "neither model.safetensors nor model.safetensors.index.json; there is model-00001"),
+    "map": (_edit(INDEX, lambda index: index.pop("weight_map")), "weight_map is missing"),
+    "outside": (_edit(INDEX, lambda index: index["weight_map"].update(x="../x")), "outside of the folder"),
+    "lost": (
+        _edit(INDEX, lambda index: index["weight_map"].update(x="model-00001-of-00003.safetensors")),
+        "not in the shard it names for them: x",
+    ),
+    "family": (_edit("config.json", lambda raw: raw.update(model_type="lama")), "did you mean llama"),
+    "option": (_edit("config.json", lambda raw: raw.update(attn_softcap=3.0)), "attn_softcap: given 3.0"),
+    "layer": (_edit("config.json", lambda raw: raw.update(num_hidden_layers=9)), "missing: model.layers."),
+    "size": (_edit("config.json", lambda raw: raw.update(intermediate_size=9)), "of another shape: model.layers.0"),
+    "json": (lambda folder: (folder / "config.json").write_text("{"), "config.json: not JSON"),  # type: ignore[dict-item]
+    "list": (lambda folder: (folder / "config.json").write_text("[]"), "not a JSON object"),  # type: ignore[dict-item]
+    "config": (lambda folder: (folder / "config.json").unlink(), "config.json: cannot be read: No such file"),
+    "tokenizer": (lambda folder: (folder / "tokenizer.json").write_text("{}"), "is not a tokenizer.json"),  # type: ignore[dict-item]
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_folder_is_one_line_and_nothing_is_written(damage: str, program: Program, tmp_path: Path) -> None:
+    folder = tiny_llama(tmp_path / "hf", shards=3)
+    harm, words = DAMAGE[damage]
+    harm(folder)
+    code, said = program(folder, "--workdir", tmp_path / "runs" / "x")
+    assert code == 2
+    assert words in said
+    assert said.startswith("error: ") and said.count("\n") == 1
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_tensor_too_many_in_two_shards(tmp_path: Path) -> None:
+    folder = tiny_llama(tmp_path / "hf", shards=3)
+    first, second = sorted(folder.glob("*.safetensors"))[:2]
+    second.write_bytes(first.read_bytes())
+    with pytest.raises(UserError, match="not in the shard it names"):
+        import_hf.import_hf(folder, tmp_path / "x")
+
+
+def test_no_such_folder(program: Program, tmp_path: Path) -> None:
+    assert program(tmp_path / "no", "--workdir", tmp_path / "x")[0] == 2
+    assert not list(tmp_path.iterdir())
+
+
+# Memory ---------------------------------------------------------------------------------------------------------------
+
+PEAK = """
+import resource, sys
+import jax, flax.nnx, orbax.checkpoint
+import mhc.interop.hf, mhc.train.run
+from mhc.interop.import_hf import import_hf
+jax.block_until_ready(jax.jit(lambda x: x + 1)(jax.numpy.zeros(8)))
+def peak():
+    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+before = peak()
+import_hf(sys.argv[1], sys.argv[2])
+print(peak() - before)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+def test_importing_takes_little_more_than_the_parameters(family: str, tmp_path: Path) -> None:
+    raw: dict[str, Any] = {"model_type": family, "hidden_size": 1024, "num_attention_heads": 8, "vocab_size": 1000}
+    raw |= {"num_key_value_heads": 8, "max_position_embeddings": 64, "num_hidden_layers": 8, "intermediate_size": 2816}
+    if family == "mixtral":  # most of its numbers are in three parameters
+        raw |= {"num_local_experts": 16, "hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 4}
+    layout = Layout(family)
+    weights = random_weights(raw | {"tie_word_embeddings": False}, layout, 0)
+    folder = write_folder(tmp_path / "hf", raw, weights, shards=8)
+    size = sum(weight.nbytes for weight in weights.values())
+    shard = max(path.stat().st_size for path in folder.glob("*.safetensors"))
+    done = subprocess.run(
+        [sys.executable, "-c", PEAK, str(folder), str(tmp_path / "x")],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert size > 3e8
+    assert int(done.stdout.splitlines()[-1]) <= 1.3 * size + shard
+    assert math.prod(load_run(tmp_path / "x").params["embed"]["table"].shape) == 1000 * raw["hidden_size"]

@@ -1,0 +1,166 @@
+"""train.init_from: a run begins with another's weights, with another residual too."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from mhc.config import from_config_dict
+from mhc.errors import UserError
+from mhc.train import run as runs
+from mhc.train import start
+from mhc.train.checkpoint import load_run
+from mhc.train.step import Trainer
+from tests import small_runs
+from tests.interop.models import run_of
+from tests.small import assert_identical, by_path, random_params, relative_error, small
+from tests.small_runs import lines, tiny, write_corpus
+
+PLAIN: dict[str, dict[str, Any]] = {
+    "train": {"steps": 4, "batch_size": 8},
+    "checkpoint": {"every": 2},
+    "validation": {"every": 0, "batches": 1},
+    "monitor": {"probe_every": 0},
+    "schedule": {"kind": "linear", "decay_steps": 4},
+}
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return write_corpus(tmp_path_factory.mktemp("start") / "texts")
+
+
+@pytest.fixture(scope="module")
+def plain(corpus: str) -> Path:
+    """A plain run of four steps, checkpoints at 2 and 4."""
+    run = Path(corpus.removeprefix("text:")).parent.parent / "plain"
+    assert small_runs.run(config(corpus, "plain"), run) == 0
+    return run
+
+
+def config(corpus: str, kind: str, **groups: dict[str, Any]) -> Any:
+    merged = {name: {**PLAIN.get(name, {}), **groups.get(name, {})} for name in {**PLAIN, **groups}}
+    merged["residual"] = {"kind": kind, **merged.get("residual", {})}
+    base = tiny(corpus, kind, **merged)
+    base["monitor"] = {"tensorboard": False, "progress_every": 0, **base["monitor"]}
+    return from_config_dict(base)
+
+
+def opened(made: Any, folder: Path) -> runs.Run:
+    """A run, checked and not begun."""
+    run = runs.Run(made, folder, devices=jax.devices()[:1])
+    run.data.close()
+    return run
+
+
+UPCYCLED = [
+    ("mhc", {"init": "equivalent", "iters": 3}),
+    pytest.param("hc", {"collapse": "mean"}, marks=pytest.mark.slow),
+    pytest.param("kromhc", {"init": "equivalent"}, marks=pytest.mark.slow),
+    pytest.param("mhc_lite", {"init": "equivalent", "n": 2}, marks=pytest.mark.slow),
+    pytest.param("identity", {"init": "equivalent"}, marks=pytest.mark.slow),
+    pytest.param("mhc", {"init": "equivalent", "sinkhorn": "deepseek"}, marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(("kind", "residual"), UPCYCLED)
+def test_an_upcycled_model_begins_with_the_source_s_logits_and_trains(
+    kind: str, residual: dict[str, Any], corpus: str, plain: Path, tmp_path: Path
+) -> None:
+    made = config(corpus, kind, residual=residual, train={"init_from": f"{plain}@2"})
+    run = opened(made, tmp_path / "x")
+    source = load_run(plain, 2)
+    trainer = Trainer(run.config, run.mesh)
+    state = start.initial_state(trainer)
+    assert (int(state.step), int(state.skipped)) == (0, 0)
+    tokens = jax.random.randint(jax.random.key(0), (2, 16), 0, 258)
+    logits = trainer.definition.bind(state.params)(tokens)
+    assert relative_error(logits, source.decoder()(tokens)) < 1e-4
+    assert small_runs.run(made, tmp_path / "x") == 0
+    losses = [row["loss"] for row in lines(tmp_path / "x", "metrics")]
+    assert len(losses) == 4 and losses[-1] < losses[0]
+    # Its first loss is what the plain run had at its third step, on the same model but for the batch.
+    assert abs(losses[0] - lines(plain, "metrics")[2]["loss"]) < 0.2
+
+
+def test_weights_of_the_last_checkpoint_are_taken_over_bit_for_bit(corpus: str, plain: Path, tmp_path: Path) -> None:
+    made = config(corpus, "plain", train={"init_from": str(plain)}, optimizer={"name": "sgd"})
+    run = opened(made, tmp_path / "x")
+    state = start.initial_state(Trainer(run.config, run.mesh))
+    assert_identical(state.params, load_run(plain).params)
+    assert not (tmp_path / "x").exists()
+
+
+def test_with_the_optimiser_a_run_goes_on_as_if_it_had_not_stopped(corpus: str, plain: Path, tmp_path: Path) -> None:
+    made = config(corpus, "plain", train={"init_from": f"{plain}@2", "init_optimizer": True, "steps": 2})
+    assert small_runs.run(made, tmp_path / "x") == 0
+    assert [row["lr"] for row in lines(tmp_path / "x", "metrics")] == [row["lr"] for row in lines(plain, "metrics")[2:]]
+    run = opened(made, tmp_path / "y")
+    trainer = Trainer(run.config, run.mesh)
+    state = start.initial_state(trainer)
+    assert int(state.step) == 2
+    moments = by_path(state.opt_state)
+    assert any(np.any(leaf != 0) for path, leaf in moments.items() if "embed/table" in path)
+
+
+def test_the_same_residual_is_taken_over_with_its_maps(corpus: str, plain: Path, tmp_path: Path) -> None:
+    first = small_runs.resolved(config(corpus, "identity", residual={"n": 2}))
+    run_of(first, random_params(first), tmp_path / "a")
+    # init=home, of no consequence here
+    made = config(corpus, "identity", train={"init_from": str(tmp_path / "a")}, residual={"n": 2})
+    run = opened(made, tmp_path / "b")
+    state = start.initial_state(Trainer(run.config, run.mesh))
+    assert_identical(state.params, load_run(tmp_path / "a").params)
+    for kind, residual in (("plain", {}), ("hc", {"collapse": "mean"}), ("identity", {"init": "equivalent"})):
+        other = config(corpus, kind, residual=residual, train={"init_from": str(tmp_path / "a")})
+        with pytest.raises(UserError, match=r"has residual\.kind=identity, n=2"):
+            opened(other, tmp_path / "c")
+
+
+@pytest.mark.parametrize(
+    ("kind", "groups", "words"),
+    [
+        ("mhc", {}, "is plain: residual.init: given 'home', allowed: 'equivalent'"),
+        ("hc", {}, "is plain: residual.collapse: given 'sum', allowed: 'mean'"),
+        ("mhc", {"residual": {"init": "equivalent", "alpha": 0.1}}, "residual.alpha: given 0.1, allowed: 0.0"),
+        (
+            "plain",
+            {"model": {"width": 16}},
+            r"parameters of other shapes: .*core/key \[2, 8, 2, 4\] there, \[2, 16, 2, 8\] here.* and 4 more",
+        ),
+        ("plain", {"norm": {"embedding": True}}, r"embed_norm/scale absent there, \[8\] here"),
+        ("plain", {"optimizer": {"name": "sgd"}, "train": {"init_optimizer": True}}, "optimiser's state of .*: adamw"),
+    ],
+)
+def test_what_does_not_fit_is_refused_before_anything_is_written(
+    kind: str, groups: dict[str, Any], words: str, corpus: str, plain: Path, tmp_path: Path
+) -> None:
+    groups = dict(groups)
+    groups["train"] = {"init_from": str(plain), **groups.get("train", {})}
+    with pytest.raises(UserError, match=words) as raised:
+        opened(config(corpus, kind, **groups), tmp_path / "x")
+    assert "\n" not in str(raised.value)
+    assert not (tmp_path / "x").exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("no/such", "no/such: not a run folder"),
+        ("{plain}@3", "no checkpoint of step 3; there are 2, 4"),
+        ("", "not a run"),
+    ],
+)
+def test_a_source_that_is_not_there(text: str, words: str, plain: Path) -> None:
+    made = small("plain", train={"init_from": text.format(plain=plain)})
+    with pytest.raises(UserError, match=words):
+        start.source(made)
+
+
+def test_the_optimiser_alone_is_no_source() -> None:
+    with pytest.raises(UserError, match=r"train\.init_optimizer: given True, allowed: False without"):
+        small("plain", train={"init_optimizer": True})
