@@ -246,9 +246,21 @@ class Generator:
         self._prefill = jax.jit(prefill, donate_argnums=(1, 2))
         self._step = jax.jit(step, donate_argnums=(1, 2))
 
-    def encode(self, prompt: str) -> list[int]:
-        """bos and the prompt's tokens."""
-        return [self.tokenizer.bos_id, *self.tokenizer.encode(prompt).tolist()]
+    def encode(self, prompts: Sequence[str], new: int) -> list[list[int]]:
+        """bos and the tokens of each prompt.
+
+        Raises:
+          UserError: a prompt and ``new`` tokens are more than the model's learned positions.
+        """
+        ids = [[self.tokenizer.bos_id, *self.tokenizer.encode(prompt).tolist()] for prompt in prompts]
+        most = self.config.max_length
+        for number, prompt in enumerate(ids, start=1):
+            if self.config.positions.kind == "learned" and len(prompt) + new > most:
+                raise UserError(
+                    f"prompt {number}: given {len(prompt)} tokens (bos included) and {new} new ones, allowed: {most} "
+                    "together, the rows of the model's learned positions"
+                )
+        return ids
 
     def complete(
         self,
@@ -273,8 +285,7 @@ class Generator:
         Raises:
           UserError: a prompt with the new tokens is longer than the model's learned positions.
         """
-        ids = [self.encode(prompt) for prompt in prompts]
-        self._check_lengths(ids, max_new_tokens)
+        ids = self.encode(prompts, max_new_tokens)
         ends = frozenset((*stop_tokens, self.tokenizer.eos_id))
         rows = [_Row(text_stream(self.tokenizer, prompt), stop, ends, max_new_tokens) for prompt in ids]
         order = sorted(range(len(ids)), key=lambda index: len(ids[index]))
@@ -295,17 +306,6 @@ class Generator:
             Completion(prompt, row.text, tuple(row.tokens), row.reason or "length")
             for prompt, row in zip(prompts, rows, strict=True)
         ]
-
-    def _check_lengths(self, ids: Sequence[Sequence[int]], new: int) -> None:
-        if self.config.positions.kind != "learned":
-            return
-        most = self.config.max_length
-        for number, prompt in enumerate(ids, start=1):
-            if len(prompt) + new > most:
-                raise UserError(
-                    f"prompt {number}: given {len(prompt)} tokens (bos included) and {new} new ones, allowed: {most} "
-                    "together, the rows of the model's learned positions"
-                )
 
     def _tokens(self, ids: Sequence[Sequence[int]], new: int, seed: int) -> Iterator[np.ndarray]:
         """The next tokens [B] of a batch of prompts, up to ``new`` times; B may be padded."""
@@ -452,6 +452,7 @@ def main(arguments: Sequence[str]) -> int:
     generator = Generator(loaded.config, loaded.params, tokenizer, sampling, batch_size=options.batch_size)
     _note_length(generator, prompts, options.max_new_tokens)
 
+    print(f"{run}, step {loaded.step}: compiling, then reading", file=sys.stderr)
     started = time.monotonic()
     streams = len(prompts) == 1
     if hasattr(sys.stdout, "reconfigure"):
@@ -473,7 +474,7 @@ def main(arguments: Sequence[str]) -> int:
     seconds, made = time.monotonic() - started, sum(len(completion.tokens) for completion in completions)
     ends = {"length": "--max_new_tokens", "token": "a stop token", "stop": "a stop string"}
     why = f", ended by {ends[completions[0].reason]}" if streams else ""
-    print(f"{made} tokens in {seconds:.1f} s, {made / seconds:.1f} a second{why}", file=sys.stderr)
+    print(f"{made} tokens in {seconds:.1f} s, compilation included{why}", file=sys.stderr)
     if out is not None:
         record = {
             "checkpoint": str(run),
@@ -499,7 +500,7 @@ def _check_out(path: str) -> Path:
 
 
 def _note_length(generator: Generator, prompts: Sequence[str], new: int) -> None:
-    longest = max(len(generator.encode(prompt)) for prompt in prompts) + new
+    longest = max(map(len, generator.encode(prompts, new))) + new
     trained = generator.config.data.sequence_length
     if longest > trained and generator.config.positions.kind != "learned":
         print(f"note: up to {longest} tokens a text; the model was trained on {trained}", file=sys.stderr)
