@@ -163,7 +163,7 @@ def replay(
             completed = checkpoint
         if start is None:
             state = initial_state(trainer)
-        say(_beginning(start, fresh, stored.config.seed.init, changes))
+        say(_beginning(start, fresh, config, changes))
 
         left_out = batches_left_out(stored.events)
         begin = wanted if fresh else completed
@@ -375,12 +375,13 @@ def _same_state(abstract: Any, config: Config, mesh: Any) -> bool:
     return bool(structures[0] == structures[1] and shapes(ours) == shapes(abstract))
 
 
-def _beginning(start: int | None, fresh: bool, seed: int, changes: Mapping[str, tuple[Any, Any]]) -> str:
+def _beginning(start: int | None, fresh: bool, config: Config, changes: Mapping[str, tuple[Any, Any]]) -> str:
     changed = "".join(f"\n  {name}: {before!r} -> {after!r}" for name, (before, after) in changes.items())
     if start is not None:
         return f"restored the checkpoint of step {start}{changed}"
     why = "no checkpoint fits the changed fields" if fresh else "there is no checkpoint before it"
-    return f"initialised afresh from seed {seed}: {why}{changed}"
+    source = f" and {config.train.init_from}" if config.train.init_from else ""
+    return f"initialised afresh from seed {config.seed.init}{source}: {why}{changed}"
 
 
 def _skip(data: Any, batches: int) -> None:

@@ -109,7 +109,8 @@ FEW = ("mhc", "hc", "kromhc", "latent attention and experts", "relative bias", "
 def test_the_short_file_gives_the_model_s_logits(case: str, tmp_path: Path) -> None:
     kind, groups = CASES[case]
     config = small(kind, **groups)
-    params = random_params(config)
+    # Unbounded maps at random are no model that float32 can compute to 1e-5: they begin closer to 0.
+    params = random_params(config, std=0.1 if case == "hc without tanh" else 0.3)
     logits = DecoderDefinition(config).bind(params)(jnp.asarray(TOKENS))
     assert relative_error(standalone.load(exported(config, params, tmp_path))(TOKENS), logits) < 1e-5
 
