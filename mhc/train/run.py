@@ -254,6 +254,8 @@ class Run:
         config = self.config
         if self.fresh:  # not: at step 0, where a run may have been stopped after its probe
             self._probe(None)
+            if config.train.init_from is not None:  # from here on the run needs its source no more
+                self._save()
         self.last_time = time.perf_counter()
         pending: Pending | None = None
         while self.step < config.train.steps and not self.stop and self.halted is None:

@@ -9,11 +9,12 @@ import jax
 import numpy as np
 import pytest
 
+from eval import replay
 from mhc.config import from_config_dict
 from mhc.errors import UserError
 from mhc.train import run as runs
 from mhc.train import start
-from mhc.train.checkpoint import load_run
+from mhc.train.checkpoint import committed_steps, load_run
 from mhc.train.step import Trainer
 from tests import small_runs
 from tests.interop.models import run_of
@@ -81,10 +82,22 @@ def test_an_upcycled_model_begins_with_the_source_s_logits_and_trains(
     logits = trainer.definition.bind(state.params)(tokens)
     assert relative_error(logits, source.decoder()(tokens)) < 1e-4
     assert small_runs.run(made, tmp_path / "x") == 0
+    assert committed_steps(tmp_path / "x") == [0, 2, 4]
+    assert_identical(load_run(tmp_path / "x", 0).params, state.params)
     losses = [row["loss"] for row in lines(tmp_path / "x", "metrics")]
     assert len(losses) == 4 and losses[-1] < losses[0]
     # Its first loss is what the plain run had at its third step, on the same model but for the batch.
     assert abs(losses[0] - lines(plain, "metrics")[2]["loss"]) < 0.2
+
+
+@pytest.mark.slow
+def test_its_first_step_is_replayed_bit_for_bit(corpus: str, plain: Path, tmp_path: Path) -> None:
+    made = config(corpus, "hc", residual={"collapse": "mean"}, train={"init_from": str(plain)}, checkpoint={"every": 0})
+    assert small_runs.run(made, tmp_path / "x") == 0
+    said: list[str] = []
+    done = replay.replay(tmp_path / "x", 1, devices=jax.devices()[:1], say=said.append)
+    assert done.differences == {}
+    assert f"seed 0 and {plain}" in "".join(said)
 
 
 def test_weights_of_the_last_checkpoint_are_taken_over_bit_for_bit(corpus: str, plain: Path, tmp_path: Path) -> None:

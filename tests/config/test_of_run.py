@@ -1,0 +1,49 @@
+"""configs/of_run.py: the config of a run, to go on from or to change."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from mhc import cli
+from mhc.config import Config, resolve, to_json
+from mhc.errors import UserError
+from tests.small import small
+
+FILE = Path(__file__).parents[2] / "configs" / "of_run.py"
+
+
+def again(config: Config, folder: Path, *overrides: str) -> Config:
+    """The resolved config of a run in ``folder``, as the command line gives it."""
+    (folder / "config.json").write_text(to_json(config))
+    return resolve(cli.load_config(f"{FILE}:{folder}", overrides, cli.Parser()), config.vocab_size)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        small("plain"),
+        small("hc", optimizer={"clip_norm": None}, validation={"every": 0}),
+        small("mhc", residual={"init": "equivalent", "alpha": 0.0}, attention={"kv_heads": 1, "window": 3}),
+        small("mhc", attention={"kind": "mla", "kv_rank": 4}, moe={"experts": 4, "width": 6}),
+        small("plain", positions={"kind": "learned", "max_length": 40}, schedule={"decay_steps": 5}),
+    ],
+    ids=lambda config: config.residual.kind,
+)
+def test_it_is_the_run_s_config(config: Config, tmp_path: Path) -> None:
+    assert again(config, tmp_path) == config
+
+
+def test_what_was_derived_follows(tmp_path: Path) -> None:
+    made = again(small("plain"), tmp_path, "--config.residual.kind=mhc", "--config.model.width=32")
+    assert (made.residual.n, made.residual.init, made.head_dim) == (4, "home", 16)
+    assert made.mlp_width == 24  # was given
+    steps = again(small("plain"), tmp_path, "--config.train.steps=50")
+    assert steps.schedule.decay_steps == 50
+
+
+@pytest.mark.parametrize("run", ["", "nowhere"])
+def test_no_run_is_one_line(run: str) -> None:
+    with pytest.raises(UserError, match=r"of_run\.py:.*no run folder, allowed: configs/of_run\.py:RUN"):
+        cli.load_config(f"{FILE}:{run}", [], cli.Parser())
