@@ -97,9 +97,15 @@ def trainer(config: Config, devices: int = 1) -> Trainer:
     return Trainer(config, make_mesh(config.mesh, jax.devices()[:devices]))
 
 
+@functools.cache
+def definition(config: Config) -> DecoderDefinition:
+    """The decoder without parameters; shared, since it is traced when it is made."""
+    return DecoderDefinition(config)
+
+
 def initial(config: Config, seed: int = 0) -> Params:
     """Initial parameters; not compiled, which for models as small as these takes longer than running the operations."""
-    return DecoderDefinition(config).init(jax.random.key(seed))
+    return definition(config).init(jax.random.key(seed))
 
 
 def random_params(config: Config, seed: int = 1, std: float = 0.3) -> Params:
@@ -110,7 +116,7 @@ def random_params(config: Config, seed: int = 1, std: float = 0.3) -> Params:
         mean = 1.0 if "norm/scale" in path_of(path) else 0.0
         return jnp.asarray(mean + std * rng.standard_normal(leaf.shape), leaf.dtype)
 
-    return jax.tree_util.tree_map_with_path(draw, DecoderDefinition(config).abstract())
+    return jax.tree_util.tree_map_with_path(draw, definition(config).abstract())
 
 
 def by_path(tree: Any) -> dict[str, np.ndarray]:

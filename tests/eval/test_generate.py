@@ -24,11 +24,11 @@ from mhc import config as configs
 from mhc.config import CheckpointConfig, Config
 from mhc.data import tokenizers
 from mhc.errors import UserError
-from mhc.model.decoder import DecoderDefinition, Params
+from mhc.model.decoder import Params
 from mhc.model.sampling import Sampling, sample, token_keys
 from mhc.train.checkpoint import Checkpoints
 from mhc.train.step import TrainState
-from tests.small import random_params, small
+from tests.small import definition, random_params, small
 
 BYTES = tokenizers.load("bytes")
 V = BYTES.vocab_size
@@ -79,12 +79,12 @@ def test_tokens_are_those_of_the_full_forward(config: Config) -> None:
     before it; in batches of four prompts of different lengths."""
     how, new = Sampling(temperature=0.8, top_k=50), 6
     made = generator(config, how).complete(PROMPTS, new, seed=5)
-    definition, params = DecoderDefinition(config), random_params(config)
+    params = random_params(config)
 
     @jax.jit
     def expected(tokens: jax.Array, length: jax.Array, prefix: jax.Array, key: jax.Array) -> jax.Array:
         segments = (jnp.arange(16) < length).astype(jnp.int32)[None]
-        logits = definition.bind(params)(tokens[None], segments, prefix=prefix[None])[:, length - 1, :V]
+        logits = definition(config).bind(params)(tokens[None], segments, prefix=prefix[None])[:, length - 1, :V]
         return sample(logits, token_keys(key[None], length[None]), how)[0]
 
     for prompt, completion in zip(PROMPTS, made, strict=True):

@@ -13,10 +13,10 @@ import pytest
 
 from mhc.config import Config
 from mhc.model.cache import layer_runs, slot_positions
-from mhc.model.decoder import DecoderDefinition, Params
+from mhc.model.decoder import Params
 from mhc.sharding import path_of
 from tests.covering import pairs, pairwise, product
-from tests.small import VOCAB, ZOO, random_params, relative_error, small, with_fields
+from tests.small import VOCAB, ZOO, definition, random_params, relative_error, small, with_fields
 
 FACTORS: dict[str, tuple[str, ...]] = {
     "position": ("rope", "learned", "sinusoidal", "relative_bias", "alibi", "none"),
@@ -72,7 +72,8 @@ def params_of(config: Config) -> Params:
         name = path_of(path)
         if config.residual.kind != "hc" or "_residual/" not in name:
             return leaf
-        return 0.3 * leaf + around.get(name.rpartition("/")[2], 0.0)
+        value = np.float32(0.3) * np.asarray(leaf) + around.get(name.rpartition("/")[2], 0.0)
+        return jnp.asarray(value, jnp.float32)
 
     return jax.tree_util.tree_map_with_path(adapt, random_params(config))
 
@@ -91,11 +92,10 @@ VALID = np.array([[[c == "x" for c in call] for call in row.split()] for row in 
 @functools.cache
 def cached_program(config: Config) -> Callable[..., Any]:
     """(params, tokens [B, calls, T], valid) -> logits [B, calls T, V]."""
-    definition = DecoderDefinition(config)
 
     @jax.jit
     def cached(params: Any, tokens: jax.Array, valid: jax.Array) -> jax.Array:
-        decoder = definition.bind(params)
+        decoder = definition(config).bind(params)
 
         def call(cache: Any, one: tuple[jax.Array, jax.Array]) -> tuple[Any, jax.Array]:
             logits, cache = decoder.extend(one[0], cache, one[1])
@@ -111,8 +111,9 @@ def cached_program(config: Config) -> Callable[..., Any]:
 @functools.cache
 def full_program(config: Config) -> Callable[..., Any]:
     """(params, tokens [B, T], segment ids, prefix [B]) -> logits of the full forward."""
-    definition = DecoderDefinition(config)
-    return jax.jit(lambda params, tokens, segments, prefix: definition.bind(params)(tokens, segments, prefix=prefix))
+    return jax.jit(
+        lambda params, tokens, segments, prefix: definition(config).bind(params)(tokens, segments, prefix=prefix)
+    )
 
 
 def check(config: Config, calls: str) -> None:
@@ -165,8 +166,9 @@ def ident(case: Mapping[str, str]) -> str:
     return "-".join(case.values())
 
 
-# Without positions there is nothing that alibi without its bias does not have; the whole product has it.
-FAST = pairwise(FACTORS | {"position": FACTORS["position"][:-1], "calls": CALLS})
+# Left to the whole product: `none`, which is alibi without its bias, and `heads`, which are groups of one; the tests
+# below that the product does not hold have those.
+FAST = pairwise(FACTORS | {"position": FACTORS["position"][:-1], "attention": FACTORS["attention"][1:], "calls": CALLS})
 
 
 @pytest.mark.parametrize("case", FAST, ids=ident)
@@ -195,7 +197,7 @@ def _thousands_of_programs() -> Iterator[None]:
     jax.config.update(name, 1e9)
     yield
     jax.config.update(name, before)
-    for program in (cached_program, full_program, params_of):
+    for program in (cached_program, full_program, params_of, definition):
         program.cache_clear()
     jax.clear_caches()
 
@@ -236,7 +238,7 @@ def test_every_part_of_a_decoder(zoo: str) -> None:
 def test_rotary_scalings(scaling: str) -> None:
     """Of dynamic: rows within the original length, which it does not scale, so that keys are kept."""
     config = small(positions={"scaling": scaling, **SCALINGS[scaling]})
-    assert DecoderDefinition(config).bind(random_params(config)).empty_cache(1, LENGTH).tokens is None
+    assert definition(config).bind(random_params(config)).empty_cache(1, LENGTH).tokens is None
     check(config, CALLS[scaling in ("ntk", "yarn")])
 
 
@@ -266,12 +268,12 @@ def test_dynamic_scaling_equals_a_full_forward_of_every_prefix() -> None:
 def test_going_on_from_a_cached_prefix_equals_starting_over() -> None:
     """A cache that is kept can be gone on from more than once, and a longer call gives what shorter ones give."""
     config = small(attention={"window": 3, "global_every": 2})
-    definition, params = DecoderDefinition(config), random_params(config)
-    extend = jax.jit(lambda tokens, cache: definition.bind(params).extend(tokens, cache))
+    params = random_params(config)
+    extend = jax.jit(lambda tokens, cache: definition(config).bind(params).extend(tokens, cache))
     tokens = np.random.default_rng(0).integers(0, VOCAB, (2, 12)).astype(np.int32)
     other = (tokens + 3) % VOCAB
-    _, prefix = extend(tokens[:, :6], definition.bind(params).empty_cache(2, 12))
-    whole, end = extend(tokens, definition.bind(params).empty_cache(2, 12))
+    _, prefix = extend(tokens[:, :6], definition(config).bind(params).empty_cache(2, 12))
+    whole, end = extend(tokens, definition(config).bind(params).empty_cache(2, 12))
     for rest in (other, tokens):
         out, after = extend(rest[:, 6:], prefix)
     assert relative_error(out, whole[:, 6:]) <= TOLERANCE
@@ -282,13 +284,13 @@ def test_going_on_from_a_cached_prefix_equals_starting_over() -> None:
 
 def test_a_prefix_given_by_row_holds_within_its_first_call() -> None:
     config = small()
-    definition, params = DecoderDefinition(config), random_params(config)
+    params = random_params(config)
     prefix = jnp.asarray([0, 2, 5])
     tokens = np.random.default_rng(0).integers(0, VOCAB, (3, 8)).astype(np.int32)
-    full = jax.jit(lambda tokens, prefix: definition.bind(params)(tokens, prefix=prefix))
-    extend = jax.jit(lambda tokens, cache: definition.bind(params).extend(tokens, cache, prefix=prefix))
+    full = jax.jit(lambda tokens, prefix: definition(config).bind(params)(tokens, prefix=prefix))
+    extend = jax.jit(lambda tokens, cache: definition(config).bind(params).extend(tokens, cache, prefix=prefix))
     expected = full(tokens, jnp.minimum(prefix, 4))
-    cache, parts = definition.bind(params).empty_cache(3, 8), []
+    cache, parts = definition(config).bind(params).empty_cache(3, 8), []
     for start in (0, 4):
         part, cache = extend(tokens[:, start : start + 4], cache)
         parts.append(part)
@@ -301,7 +303,7 @@ def test_a_prefix_given_by_row_holds_within_its_first_call() -> None:
 
 def test_a_windowed_layer_keeps_its_window_alone() -> None:
     config = small(model={"layers": 5}, attention={"window": 3, "global_every": 2, "kv_heads": 1})
-    cache = DecoderDefinition(config).bind(random_params(config)).empty_cache(2, 100)
+    cache = definition(config).bind(random_params(config)).empty_cache(2, 100)
     assert [leaf["key"].shape for leaf in cache.layers] == [(1, 2, slots, 1, 8) for slots in (3, 100, 3, 100, 3)]
     runs = list(layer_runs((True, True, False, True)))
     assert runs == [(0, 2, True), (2, 1, False), (3, 1, True)]
@@ -309,7 +311,7 @@ def test_a_windowed_layer_keeps_its_window_alone() -> None:
 
 def test_latent_attention_keeps_its_latent_alone() -> None:
     config = small(attention={"kind": "mla", "heads": 4, "kv_rank": 6})
-    (cache,) = DecoderDefinition(config).bind(random_params(config)).empty_cache(2, 100).layers
+    (cache,) = definition(config).bind(random_params(config)).empty_cache(2, 100).layers
     assert {name: leaf.shape for name, leaf in cache.items()} == {"latent": (2, 2, 100, 6), "rotary": (2, 2, 100, 1, 2)}
 
 
@@ -321,7 +323,7 @@ def test_a_slot_holds_the_newest_position_that_falls_to_it() -> None:
 
 def test_bfloat16_keys_are_kept_in_bfloat16() -> None:
     config = small(model={"dtype": "bfloat16"})
-    decoder = DecoderDefinition(config).bind(random_params(config))
+    decoder = definition(config).bind(random_params(config))
     logits, cache = jax.eval_shape(
         lambda tokens: decoder.extend(tokens, decoder.empty_cache(1, 4)), jnp.zeros((1, 2), jnp.int32)
     )
@@ -329,7 +331,7 @@ def test_bfloat16_keys_are_kept_in_bfloat16() -> None:
 
 
 def test_what_cannot_fit_is_refused() -> None:
-    decoder = DecoderDefinition(config := small(positions={"kind": "learned"})).bind(random_params(config))
+    decoder = definition(config := small(positions={"kind": "learned"})).bind(random_params(config))
     with pytest.raises(
         ValueError, match="max_length: given 17, allowed: at most 16, the rows of the learned positions"
     ):
