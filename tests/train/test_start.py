@@ -59,7 +59,7 @@ def opened(made: Any, folder: Path) -> runs.Run:
 
 
 UPCYCLED = [
-    ("mhc", {"init": "equivalent", "iters": 3}),
+    ("mhc", {"init": "equivalent", "iters": 1, "n": 2}),
     pytest.param("hc", {"collapse": "mean"}, marks=pytest.mark.slow),
     pytest.param("kromhc", {"init": "equivalent"}, marks=pytest.mark.slow),
     pytest.param("mhc_lite", {"init": "equivalent", "n": 2}, marks=pytest.mark.slow),
