@@ -41,7 +41,7 @@ def forgetful() -> Iterator[None]:
             del sys.modules[name]
 
 
-@pytest.mark.parametrize("page", ["docs/residual_library.md", "README.md"])
+@pytest.mark.parametrize("page", [pytest.param("docs/residual_library.md", marks=pytest.mark.slow), "README.md"])
 def test_the_code_of_a_page_runs(page: str) -> None:
     names: dict[str, Any] = {}
     for block in blocks(page):
@@ -94,7 +94,7 @@ def test_the_page_on_adding_a_topology_is_true(
     ("program", "arguments", "said"),
     [
         ("mlp_classifier", ["--steps", "60", "--depth", "2"], r"mhc: (9\d|100)\.\d % of unseen points right"),
-        ("attention_block", ["--steps", "60"], r"step   59  loss 0\.[0-4]"),
+        pytest.param("attention_block", ["--steps", "60"], r"step   59  loss 0\.[0-4]", marks=pytest.mark.slow),
     ],
 )
 def test_an_example_learns(program: str, arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
