@@ -119,9 +119,9 @@ def attention_context(
     if config.positions.kind == "rope":
         frequencies = rotary_frequencies(config, config.rope_dim or config.head_dim, lengths)
     context = AttentionContext(positions, segment_ids, distances, frequencies, table, None, None)
-    if choose_implementation(config) == "flash":
-        return context
     prefix = prefix if prefix is not None else config.attention.prefix or None
+    if choose_implementation(config) == "flash" and prefix is None:
+        return context
 
     def mask(window: int | None) -> jax.Array:
         seen = visible(index, index, window=window)
@@ -351,6 +351,8 @@ class Attention(nnx.Module):
     def __call__(self, x: Float[Array, "B T D"], context: AttentionContext) -> Float[Array, "B T D"]:
         q, k, v = (kept(part) for part in self.project(x, context.positions, context.frequencies))
         impl = choose_implementation(self.config)
+        if impl == "flash" and context.full is not None:
+            impl = "xla"  # a prefix that the call gave: flash cannot honour it
         if impl == "flash":
             window = self.config.attention.window
 

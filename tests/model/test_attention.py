@@ -238,12 +238,17 @@ def test_a_model_computes_the_same_under_every_implementation(groups):
     """Layers that mix windows and full sight, scanned; flash takes a branch where the others choose a mask."""
     from mhc.model.decoder import DecoderDefinition
 
-    logits = {}
+    logits, prefixed = {}, {}
     for impl in ("xla", "sdpa", "flash"):
         config = small(attention={"impl": impl, "window": 5, "global_every": 2}, **groups)
         definition, batch = DecoderDefinition(config), packed(2, seed=3)
         run = jax.jit(lambda p, b, d=definition: d.bind(p)(b["tokens"], b["segment_ids"], b["positions"]))
         logits[impl] = run(definition.init(jax.random.key(0)), batch)
+        given = jax.jit(lambda p, b, d=definition: d.bind(p)(b["tokens"], b["segment_ids"], prefix=4))
+        prefixed[impl] = given(definition.init(jax.random.key(0)), batch)
     tolerance = 2e-2 if groups else 2e-5
+    assert (
+        relative_error(prefixed["flash"], prefixed["xla"]) <= tolerance < relative_error(prefixed["xla"], logits["xla"])
+    )
     assert relative_error(logits["sdpa"], logits["xla"]) <= tolerance
     assert relative_error(logits["flash"], logits["xla"]) <= tolerance
