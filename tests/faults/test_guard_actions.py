@@ -111,7 +111,12 @@ def alarms(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(
     ("faults", "tensor"),
     [
-        pytest.param(Faults(gradients=nan_gradient), "gradient of sublayer 3 (feed-forward of block 1)", id="gradient"),
+        pytest.param(
+            Faults(gradients=nan_gradient),
+            "gradient of sublayer 3 (feed-forward of block 1)",
+            id="gradient",
+            marks=pytest.mark.slow,
+        ),
         pytest.param(
             Faults(params=nan_weight),
             "output of sublayer 2 (attention of block 1), forward",

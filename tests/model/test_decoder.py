@@ -249,7 +249,7 @@ def test_scan_is_on():
     assert (loops(True), loops(False)) == (1, 0)
 
 
-@pytest.mark.parametrize("remat", ["full", "dots"])
+@pytest.mark.parametrize("remat", ["full", pytest.param("dots", marks=pytest.mark.slow)])
 def test_recomputation_changes_no_gradient(remat, reference_gradient):
     params, loss, grads = reference_gradient
     config = small("mhc", model={"remat": remat})
@@ -258,7 +258,7 @@ def test_recomputation_changes_no_gradient(remat, reference_gradient):
     assert distance(again, grads) <= 1e-6
 
 
-@pytest.mark.parametrize("kind", ["plain", "mhc"])
+@pytest.mark.parametrize("kind", ["plain", pytest.param("mhc", marks=pytest.mark.slow)])
 def test_recomputing_the_connections_changes_no_gradient(kind):
     """Five blocks in groups of two, the last alone; windows differ within groups and between them."""
     attention = {"window": 3, "global_every": 3}
@@ -271,6 +271,7 @@ def test_recomputing_the_connections_changes_no_gradient(kind):
     assert distance(recomputed, grads) <= 5e-6  # ten sublayers of random maps
 
 
+@pytest.mark.slow
 def test_recomputing_the_connections_keeps_less():
     """Temporaries of eight mhc blocks: under six tenths of those without, and the products of F are not computed
     again."""

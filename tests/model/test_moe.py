@@ -180,6 +180,7 @@ def test_the_balancing_bias_evens_the_load():
     assert np.mean(seen[-10:]) < 1.3
 
 
+@pytest.mark.slow
 def test_each_balance_moves_what_it_should():
     """loss_free: the bias by exactly its rate against the load; auxiliary: the router's gradient, no bias."""
     config = sparse(moe={"balance_rate": 0.01})

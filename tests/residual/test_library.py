@@ -93,7 +93,12 @@ def test_the_page_on_adding_a_topology_is_true(
 @pytest.mark.parametrize(
     ("program", "arguments", "said"),
     [
-        ("mlp_classifier", ["--steps", "60", "--depth", "2"], r"mhc: (9\d|100)\.\d % of unseen points right"),
+        pytest.param(
+            "mlp_classifier",
+            ["--steps", "60", "--depth", "2"],
+            r"mhc: (9\d|100)\.\d % of unseen points right",
+            marks=pytest.mark.slow,
+        ),
         pytest.param("attention_block", ["--steps", "60"], r"step   59  loss 0\.[0-4]", marks=pytest.mark.slow),
     ],
 )

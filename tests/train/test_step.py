@@ -115,7 +115,12 @@ def curve(config: Config, devices: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize(
-    ("kind", "mesh"), [("plain", "data 8"), ("hc", "fsdp 4, expert 2"), ("mhc", "fsdp 2, tensor 2")]
+    ("kind", "mesh"),
+    [
+        ("plain", "data 8"),
+        ("hc", "fsdp 4, expert 2"),
+        pytest.param("mhc", "fsdp 2, tensor 2", marks=pytest.mark.slow),  # the contract has a step of it
+    ],
 )
 def test_one_and_eight_devices_have_one_loss_curve(kind, mesh):
     """Twenty steps of AdamW at 1e-3."""
@@ -128,7 +133,12 @@ def test_one_and_eight_devices_have_one_loss_curve(kind, mesh):
 
 
 @pytest.mark.parametrize(
-    ("kind", "mesh"), [("plain", "data 8"), ("mhc", "fsdp 2, tensor 2"), ("mhc", "fsdp 4, expert 2")]
+    ("kind", "mesh"),
+    [
+        ("plain", "data 8"),
+        pytest.param("mhc", "fsdp 2, tensor 2", marks=pytest.mark.slow),
+        ("mhc", "fsdp 4, expert 2"),
+    ],
 )
 def test_initial_weights_do_not_depend_on_the_devices(kind, mesh):
     config = small(kind, residual={"init": "v4" if kind == "mhc" else None})  # random maps; hc's are constants
