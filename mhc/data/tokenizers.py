@@ -12,6 +12,7 @@ import difflib
 import hashlib
 import json
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -20,8 +21,27 @@ import numpy as np
 from mhc.errors import UserError
 
 # In the order of preference; a file that has none of a list is covered by the policy in `JsonTokenizer`.
-_BOS_NAMES = ("<s>", "<bos>", "<|begin_of_text|>", "<|startoftext|>", "<|bos|>", "[BOS]", "[CLS]")
-_EOS_NAMES = ("</s>", "<eos>", "<|end_of_text|>", "<|endoftext|>", "<|eos|>", "[EOS]", "[SEP]")
+_BOS_NAMES = (
+    "<s>",
+    "<bos>",
+    "<|begin_of_text|>",
+    "<|startoftext|>",
+    "<|bos|>",
+    "<｜begin▁of▁sentence｜>",
+    "[BOS]",
+    "[CLS]",
+)
+_EOS_NAMES = (
+    "</s>",
+    "<eos>",
+    "<|end_of_text|>",
+    "<|endoftext|>",
+    "<|eos|>",
+    "<｜end▁of▁sentence｜>",
+    "[EOS]",
+    "[SEP]",
+)
+SPECIAL = "tokenizer_config.json"  # beside a tokenizer.json: names its bos_token and eos_token
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
 
@@ -78,9 +98,10 @@ class ByteTokenizer:
 class JsonTokenizer:
     """A ``tokenizer.json`` file.
 
-    bos and eos are the first of the usual names that the file has (``<s>``, ``<|begin_of_text|>``, … and ``</s>``,
-    ``<|endoftext|>``, …). When only one of the two is found it serves as both; when none is, one id is added behind the
-    file's vocabulary and serves as both. Truncation, padding and the post-processor's special tokens are switched off.
+    bos and eos are those that a ``tokenizer_config.json`` beside it names, else the first of the usual names that the
+    file has (``<s>``, ``<|begin_of_text|>``, … and ``</s>``, ``<|endoftext|>``, …). When only one of the two is found
+    it serves as both; when none is, one id is added behind the file's vocabulary and serves as both. Truncation,
+    padding and the post-processor's special tokens are switched off.
 
     ``encode_with_bytes`` is exact for a document: it follows the offsets into the text, so that text which the
     normaliser drops belongs to the next id (at the end: to the last one), and a character that is split over several
@@ -88,8 +109,11 @@ class JsonTokenizer:
     byte fallback, the length of the piece's spelling otherwise.
     """
 
-    def __init__(self, path: str | Path):
-        """Reads the file. Raises UserError when it is missing or no tokeniser."""
+    def __init__(self, path: str | Path, special: Mapping[str, str] | None = None):
+        """Reads the file; ``special``: {bos_token, eos_token}, None: those that lie beside it.
+
+        Raises UserError when it is missing or no tokeniser, or when a named token is not in it.
+        """
         import tokenizers
 
         try:
@@ -104,14 +128,20 @@ class JsonTokenizer:
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self._tokenizer.encode_special_tokens = True  # "<|endoftext|>" in a text is text
-        self.content_hash = hashlib.sha256(content).hexdigest()[:16]
+        special = declared_special(Path(path)) if special is None else special
+        named = json.dumps(dict(special), sort_keys=True).encode() if special else b""
+        self.content_hash = hashlib.sha256(content + named).hexdigest()[:16]
 
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
         if not vocabulary:
             raise UserError(f"data.tokenizer: {path} has an empty vocabulary")
         size = max(vocabulary.values()) + 1
-        bos = next((vocabulary[name] for name in _BOS_NAMES if name in vocabulary), None)
-        eos = next((vocabulary[name] for name in _EOS_NAMES if name in vocabulary), None)
+        for role, token in special.items():
+            if token not in vocabulary:
+                raise UserError(f"{Path(path).with_name(SPECIAL)}: {role} {token!r} is not in {Path(path).name}")
+        names = {"bos_token": _BOS_NAMES, "eos_token": _EOS_NAMES}
+        chosen = {role: (special[role],) if role in special else usual for role, usual in names.items()}
+        bos, eos = (next((vocabulary[name] for name in chosen[role] if name in vocabulary), None) for role in names)
         if bos is None and eos is None:
             bos = eos = size
             size += 1
@@ -144,6 +174,27 @@ class JsonTokenizer:
         values = np.asarray(ids, np.int64)
         keep = values[(values != self.bos_id) & (values != self.eos_id)]
         return self._tokenizer.decode(keep.tolist(), skip_special_tokens=True)
+
+
+def declared_special(path: Path) -> dict[str, str]:
+    """{bos_token, eos_token} that the ``tokenizer_config.json`` beside a tokenizer.json names, as far as it does.
+
+    Raises UserError where that file is not JSON.
+    """
+    beside = path.with_name(SPECIAL)
+    if not beside.is_file():
+        return {}
+    try:
+        described = json.loads(beside.read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"data.tokenizer: cannot read {beside}: {_first_line(error)}") from None
+    found: dict[str, str] = {}
+    for role in ("bos_token", "eos_token"):
+        token = described.get(role) if isinstance(described, dict) else None
+        token = token.get("content") if isinstance(token, dict) else token
+        if isinstance(token, str):
+            found[role] = token
+    return found
 
 
 def load(spec: str) -> Tokenizer:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import shutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -50,6 +49,7 @@ def export(run: str | Path, folder: str | Path, step: int | None = None, names: 
 
     from mhc.data import tokenizers
     from mhc.interop import families, hf, tensors
+    from mhc.interop.folder import written_whole
     from mhc.train.checkpoint import load_run
 
     loaded = load_run(run, step)
@@ -82,20 +82,13 @@ def export(run: str | Path, folder: str | Path, step: int | None = None, names: 
             path, layer, _ = places[name]
             return leaf(path) if layer is None else leaf(path)[layer]
 
-    made = target.parent / f".{target.name}.{os.getpid()}"
-    try:
-        made.mkdir(parents=True)
+    with written_whole(target) as made:
         (made / "config.json").write_text(json.dumps(described, indent=2) + "\n")
         write_weights(made, shapes, tensor, {"format": "pt"} if family else {"format": "mhc"})
         write_tokenizer(made / "tokenizer.json", config.data.tokenizer)
         if family is None:
             shutil.copyfile(Path(__file__).with_name("standalone.py"), made / "model.py")
         (made / "README.md").write_text(card(Path(run), loaded.step, config, family.name if family else None))
-        if target.exists():
-            target.rmdir()
-        made.rename(target)
-    finally:
-        shutil.rmtree(made, ignore_errors=True)
     return target
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -13,6 +16,43 @@ from mhc.errors import UserError
 from mhc.interop.safetensors import FLOATS, SafetensorsFile, listed
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+
+
+@contextlib.contextmanager
+def written_whole(target: Path) -> Iterator[Path]:
+    """A hidden folder beside ``target`` that takes its name when the block ends well, and is gone otherwise.
+
+    What a killed process left of an earlier attempt is removed.
+
+    Raises:
+      UserError: the folder cannot be made.
+    """
+    for left in target.parent.glob(f".{target.name}.*") if target.parent.is_dir() else ():
+        number = left.name.rpartition(".")[2]
+        if number.isdigit() and not _runs(int(number)):
+            shutil.rmtree(left, ignore_errors=True)
+    made = target.parent / f".{target.name}.{os.getpid()}"
+    try:
+        made.mkdir(parents=True)
+    except OSError as error:
+        raise UserError(f"{target}: the folder cannot be made: {error.strerror}") from None
+    try:
+        yield made
+        if target.exists():
+            target.rmdir()
+        made.rename(target)
+    finally:
+        shutil.rmtree(made, ignore_errors=True)
+
+
+def _runs(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
 
 
 class HfFolder(Mapping[str, np.ndarray]):

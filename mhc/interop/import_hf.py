@@ -13,7 +13,6 @@ What a run cannot change when it is resumed (rate, data, schedule) is said here,
 from __future__ import annotations
 
 import dataclasses
-import os
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
@@ -52,7 +51,7 @@ def import_hf(folder: str | Path, workdir: str | Path, overrides: Mapping[str, A
 
     from mhc.data import tokenizers
     from mhc.interop import families, hf
-    from mhc.interop.folder import HfFolder
+    from mhc.interop.folder import HfFolder, written_whole
     from mhc.monitor.writers import write_json
     from mhc.sharding import make_mesh
     from mhc.train.checkpoint import save_weights
@@ -68,29 +67,47 @@ def import_hf(folder: str | Path, workdir: str | Path, overrides: Mapping[str, A
     if copied:
         data["tokenizer"] = str(source_tokenizer)  # read from there; its own place is named once it lies there
     config = hf.merged(source.config, groups)
-    if copied or "tokenizer" in data:
+    special = special_tokens(source_tokenizer, source.config) if copied else {}
+    if copied:
+        configs.resolve(config, tokenizers.JsonTokenizer(source_tokenizer, special).vocab_size)
+    elif "tokenizer" in data:
         configs.resolve(config, tokenizers.load(config.data.tokenizer).vocab_size)
     mesh: Mesh | None = make_mesh(config.mesh)
     if max(config.mesh.fsdp, config.mesh.tensor, config.mesh.expert) == 1:
         mesh = None  # every device would hold the same: one is enough to write it
     decoder = hf.read(source.config, source, config, mesh)
 
-    made = target.parent / f".{target.name}.{os.getpid()}"
-    try:
-        made.mkdir(parents=True)
+    with written_whole(target) as made:
         if copied:
             shutil.copyfile(source_tokenizer, made / TOKENIZER)
+            write_json(made / tokenizers.SPECIAL, special)
             data_config = dataclasses.replace(config.data, tokenizer=str(target / TOKENIZER))
             config = dataclasses.replace(config, data=data_config)
         origin = {"family": families.family_of(source.config).name, "folder": str(Path(folder).absolute())}
         save_weights(made, nnx.to_pure_dict(nnx.state(decoder)), config, imported=origin)
         write_json(made / "config.json", configs.to_dict(config))
-        if target.exists():
-            target.rmdir()
-        made.rename(target)
-    finally:
-        shutil.rmtree(made, ignore_errors=True)
     return target
+
+
+def special_tokens(tokenizer: Path, config: Mapping[str, Any]) -> dict[str, str]:
+    """{bos_token, eos_token} of a model as ``tokenizer_config.json`` names them: from the file of that name beside its
+    tokenizer.json, else by the ids in its config.json; what neither has is left out."""
+    import tokenizers as library
+
+    from mhc.data.tokenizers import declared_special
+
+    found = declared_special(tokenizer)
+    try:
+        names = library.Tokenizer.from_file(str(tokenizer))
+    except Exception:  # the library raises bare Exception; whoever reads the file says what is wrong with it
+        return found
+    for name in ("bos_token", "eos_token"):
+        ids = config.get(f"{name}_id")
+        first = ids[0] if isinstance(ids, list) and ids else ids
+        token = names.id_to_token(first) if isinstance(first, int) and first >= 0 else None
+        if name not in found and token is not None:
+            found[name] = token
+    return found
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -103,9 +120,22 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("folder", metavar="DIR", help="folder with config.json and (sharded) safetensors")
     parser.add_argument("--workdir", required=True, metavar="DIR", help="folder of the run to make")
     options, rest = parser.parse_known_args(arguments)
-    run = import_hf(options.folder, options.workdir, cli.overrides(rest, parser))
+    overrides = cli.overrides(rest, parser)
+    for name in ("train.init_from", "train.init_optimizer"):
+        if name in overrides:
+            raise UserError(
+                f"{name}: given {overrides[name]!r}, allowed: nothing, the weights come from {options.folder}"
+            )
+    run = import_hf(options.folder, options.workdir, overrides)
+    config = configs.from_json((run / "config.json").read_text())
+    if config.data.tokenizer == "bytes" and config.vocab_size < 258:
+        print(
+            f"{run}: imported. {options.folder} has no {TOKENIZER}, and bytes need 258 ids where the model has "
+            f"{config.vocab_size}: to train it or to generate, import with --config.data.tokenizer=FILE"
+        )
+        return 0
     if not (run / TOKENIZER).is_file():
-        print(f"{options.folder} has no {TOKENIZER}: the run's is data.tokenizer, bytes by default")
+        print(f"{options.folder} has no {TOKENIZER}: the run's is {config.data.tokenizer}")
     print(f"{run}: imported; to train it: python train.py --config configs/of_run.py:{run} --workdir {run}")
     return 0
 

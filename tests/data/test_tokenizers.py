@@ -131,3 +131,31 @@ def test_errors_name_the_file(tmp_path: Path) -> None:
             tokenizers.load(str(tmp_path / "wrong.json"))
     with pytest.raises(UserError, match=r"cannot read .*: Is a directory"):
         tokenizers.load(str(tmp_path))
+
+
+# Named beside the file ------------------------------------------------------------------------------------------------
+
+
+def test_what_lies_beside_the_file_names_bos_and_eos(tmp_path: Path) -> None:
+    """By text or as an object; it counts before the usual names, and makes another tokeniser of the same file."""
+    path = tmp_path / "tokenizer.json"
+    byte_level(("<|endoftext|>", "<start>", "<stop>")).save(str(path))
+    usual = tokenizers.JsonTokenizer(path)
+    assert usual.bos_id == usual.eos_id == 0
+    (tmp_path / tokenizers.SPECIAL).write_text(json.dumps({"bos_token": "<start>", "eos_token": {"content": "<stop>"}}))
+    named = tokenizers.JsonTokenizer(path)
+    assert (named.bos_id, named.eos_id, named.vocab_size) == (1, 2, usual.vocab_size)
+    assert list(named.byte_lengths[:3]) == [0, 0, 0]
+    assert named.content_hash != usual.content_hash
+    (tmp_path / tokenizers.SPECIAL).write_text(json.dumps({"bos_token": None, "eos_token": "<end>"}))
+    with pytest.raises(UserError, match=r"tokenizer_config\.json: eos_token '<end>' is not in tokenizer\.json"):
+        tokenizers.JsonTokenizer(path)
+    (tmp_path / tokenizers.SPECIAL).write_text("{")
+    with pytest.raises(UserError, match=r"cannot read .*tokenizer_config\.json"):
+        tokenizers.JsonTokenizer(path)
+
+
+def test_deepseeks_names_are_known(tmp_path: Path) -> None:
+    byte_level(("<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>")).save(str(tmp_path / "tokenizer.json"))
+    made = tokenizers.JsonTokenizer(tmp_path / "tokenizer.json")
+    assert (made.bos_id, made.eos_id) == (0, 1)

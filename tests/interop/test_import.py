@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from mhc import cli
+from mhc.data import tokenizers
 from mhc.errors import UserError
 from mhc.interop import export, import_hf
 from mhc.interop.tensors import Layout
@@ -104,6 +105,33 @@ def test_a_workdir_that_holds_something_is_left_alone(program: Program, tmp_path
     code, said = program(LLAMA, "--workdir", tmp_path / "x")
     assert code == 2 and "holds something already" in said
     assert [path.name for path in (tmp_path / "x").iterdir()] == ["thesis.tex"]
+
+
+def test_begin_and_end_are_the_models(tmp_path: Path) -> None:
+    """By the ids in its config.json, whatever the tokens are called; the run's own tokeniser has them."""
+    folder = tiny_llama(tmp_path / "hf")
+    described = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(described | {"bos_token_id": 7, "eos_token_id": [9, 11]}))
+    import_hf.import_hf(folder, tmp_path / "x")
+    made = tokenizers.load(load_run(tmp_path / "x").config.data.tokenizer)
+    assert (made.bos_id, made.eos_id, made.vocab_size) == (7, 9, 258)
+
+
+def test_what_a_killed_import_left_is_swept(program: Program, tmp_path: Path) -> None:
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    for left in (f".x.{ended.pid}", f".y.{ended.pid}", ".x.notes"):
+        (tmp_path / left).mkdir()
+    assert program(LLAMA, "--workdir", tmp_path / "x")[0] == 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".x.notes", f".y.{ended.pid}", "x"]
+
+
+def test_mistakes_that_only_writing_shows_are_one_line(program: Program, tmp_path: Path) -> None:
+    code, said = program(LLAMA, "--workdir", tmp_path / "x", "--config.train.init_from=runs/a")
+    assert code == 2 and "train.init_from: given 'runs/a', allowed: nothing" in said
+    if Path("/proc").is_dir():
+        code, said = program(LLAMA, "--workdir", "/proc/x")
+        assert code == 2 and said.startswith("error: /proc/x: the folder cannot be made") and said.count("\n") == 1
 
 
 # Damaged folders ------------------------------------------------------------------------------------------------------
