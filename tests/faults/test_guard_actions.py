@@ -158,6 +158,7 @@ def test_a_nonfinite_step_leaves_no_trace_but_in_the_counters(tmp_path, corpus):
     assert (int(made.state.skipped), int(made.state.nonfinite), int(made.state.step)) == (1, 1, AT + 1)
 
 
+@pytest.mark.slow
 def test_skip_leaves_out_a_spike(tmp_path, corpus):
     falling = {"kind": "cosine", "warmup_steps": 4, "decay_steps": 20}
     cfg = config(corpus, guard={"on_spike": "skip"}, schedule=falling, train={"steps": AT + 2})

@@ -82,6 +82,7 @@ def strike(process: subprocess.Popen[str], folder: Path, step: int, number: sign
     return process.returncode, said
 
 
+@pytest.mark.slow
 def test_a_run_killed_and_then_stopped_equals_the_undisturbed_one(fields, reference, tmp_path):
     """SIGKILL leaves what it leaves; SIGTERM saves and exits with 0."""
     folder = tmp_path / "run"

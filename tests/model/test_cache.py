@@ -225,7 +225,9 @@ SCALINGS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("zoo", ZOO)
+@pytest.mark.parametrize(
+    "zoo", [pytest.param(name, marks=pytest.mark.slow) if name == "relative bias, experts" else name for name in ZOO]
+)
 def test_every_part_of_a_decoder(zoo: str) -> None:
     """Experts behind a dense block, biases, norms of heads and of latents, tied heads: with chunks and with steps."""
     attention = {"heads": 4, "softcap": 5.0, **ZOO[zoo]["attention"]}

@@ -136,7 +136,11 @@ ORDINARY = ("narrow", "wide", "below the border", "above the border")
 EXTREME = ("uniform", "equal", "one high")
 
 
-@pytest.fixture(scope="module", params=[("paper", 0.0), ("deepseek", 1e-6), ("deepseek", 0.0)], ids=str)
+@pytest.fixture(
+    scope="module",
+    params=[("paper", 0.0), pytest.param(("deepseek", 1e-6), marks=pytest.mark.slow), ("deepseek", 0.0)],
+    ids=str,
+)
 def sinkhorns(request: pytest.FixtureRequest) -> Any:
     """(sizes, kernel, reference), each logits -> (H_res, gradient of sum(weight * H_res)), all N in one program."""
     preset, eps = request.param
