@@ -1,8 +1,8 @@
 """Weights, embeddings, feed-forward, and the wrapper that makes a sublayer F of one of them.
 
 Einsum letters, here and everywhere: B batch, T tokens (U the attended ones), N streams, D width, H query heads, G
-key-value heads, K head size, J value size, C latent width, R rotary part, E experts, F feed-forward width, V
-vocabulary, L blocks, S sublayers.
+key-value heads, K head size, J value size, C latent width, Q the queries' latent width, R rotary part, E experts, F
+feed-forward width, V vocabulary, L blocks, S sublayers.
 """
 
 from __future__ import annotations
