@@ -105,14 +105,14 @@ def our_names(config: Config) -> dict[str, tuple[str, int | None, tuple[int, ...
     """{name in our format: (path of the parameter, number in its stack, shape)}."""
     import jax
 
-    from mhc.model.decoder import DecoderDefinition
+    from mhc.model.decoder import STACKS, DecoderDefinition
     from mhc.sharding import path_of
 
     out: dict[str, tuple[str, int | None, tuple[int, ...]]] = {}
     for key, leaf in jax.tree_util.tree_leaves_with_path(DecoderDefinition(config).abstract()):
         path = path_of(key)
         stack, _, rest = path.partition("/")
-        if stack not in ("blocks", "leading_blocks"):
+        if stack not in STACKS:
             out[path.replace("/", ".")] = path, None, leaf.shape
             continue
         first = config.leading_layers if stack == "blocks" else 0

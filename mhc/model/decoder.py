@@ -446,6 +446,7 @@ def stack_blocks(make: Callable[[int | jax.Array], Block], first: int, count: in
 
 
 Params = dict[str, Any]
+STACKS = ("leading_blocks", "blocks")  # of the parameters, in depth order
 
 
 class DecoderDefinition:

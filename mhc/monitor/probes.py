@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 from mhc.config import Config
 from mhc.data import pipeline, tokenizers
 from mhc.model.attention import Attention
-from mhc.model.decoder import DecoderDefinition, Params, SublayerView
+from mhc.model.decoder import STACKS, DecoderDefinition, Params, SublayerView
 from mhc.residual.functional import composite_gains, composite_maps, single_gains
 from mhc.sharding import compiler_options, tracing_for
 from mhc.train.checkpoint import LoadedRun
@@ -182,7 +182,7 @@ def transpose_residual_logits(params: Params, config: Config) -> Params:
         return jnp.concatenate([head, jnp.swapaxes(square, -1, -2).reshape(tail.shape)], axis=-1)
 
     out = dict(params)
-    for stack in ("leading_blocks", "blocks"):
+    for stack in STACKS:
         if stack in out:
             blocks = dict(out[stack])
             for name in ("attention_residual", "mlp_residual"):

@@ -14,7 +14,7 @@ import optax
 from jax.sharding import Mesh
 
 from mhc.config import Config
-from mhc.model.decoder import DecoderDefinition, Params, SublayerView
+from mhc.model.decoder import STACKS, DecoderDefinition, Params, SublayerView
 from mhc.monitor import guard
 from mhc.sharding import batch_sharding, compiler_options, shardings, tracing_for
 from mhc.train.loss import cross_entropy
@@ -117,9 +117,6 @@ class Norms(NamedTuple):
 
     sublayers: jax.Array
     groups: dict[str, jax.Array]
-
-
-STACKS = ("leading_blocks", "blocks")  # of the parameters, in depth order
 
 
 def norms(tree: Params) -> Norms:
