@@ -106,6 +106,8 @@ def source(config: Config) -> Source | None:
         return None
     run, at, step = text.rpartition("@")
     numbered = bool(at) and step.isdigit()
+    if at and not numbered and (Path(run) / "config.json").is_file():
+        raise UserError(f"train.init_from: {text}: given step {step!r}, allowed: an int >= 0")
     try:
         found, last = find_checkpoint(run if numbered else text, int(step) if numbered else None)
     except UserError as error:

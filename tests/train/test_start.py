@@ -165,6 +165,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_written(
     [
         ("no/such", "no/such: not a run folder"),
         ("{plain}@3", "no checkpoint of step 3; there are 2, 4"),
+        ("{plain}@last", "given step .last., allowed: an int >= 0"),
         ("", "not a run"),
     ],
 )
