@@ -225,7 +225,7 @@ def test_whole_product(group: dict[str, str], record_property: Callable[[str, ob
         if possible(case):
             check(with_fields(config, attention={"impl": case["impl"]}), CALLS[number // len(FACTORS["impl"]) % 2])
         else:
-            with pytest.raises(UserError, match="attention.impl: given 'flash', allowed: auto or xla"):
+            with pytest.raises(UserError, match=r"attention.impl: given 'flash', allowed: auto or xla"):
                 with_fields(config, attention={"impl": case["impl"]})
     compared = sum(map(possible, cases))
     record_property(f"cases of cached decoding ({' × '.join(FACTORS)})", compared)
