@@ -36,11 +36,13 @@ def main(arguments: Sequence[str]) -> int:
         cli.check_writable(options.workdir)
 
     # jax takes seconds to import: only a command without mistakes waits for it.
+    from mhc import distributed
     from mhc.train import run
 
     if options.dry_run:
         print(json.dumps(run.dry_run(config), indent=2))
         return 0
+    distributed.initialize(config.distributed)
     return run.run(config, options.workdir)
 
 

@@ -193,6 +193,14 @@ def get_config() -> ConfigDict:
     mesh.tensor = 1  # devices along which heads and feed-forward width are split
     mesh.expert = 1  # devices along which experts are split
 
+    config.distributed = distributed = ConfigDict()
+    distributed.cluster = "none"  # none: one process; auto, slurm, k8s: by the environment; address: as below
+    distributed.coordinator = placeholder(str)  # address: HOST:PORT of process 0, which listens there
+    distributed.processes = 1  # address: their number
+    distributed.process_id = 0  # address: which of them this is, from 0
+    distributed.timeout = 100  # seconds without a sign of life after which a process counts as lost
+    distributed.start_timeout = 300  # seconds that processes wait for each other at the start
+
     config.seed = seed = ConfigDict()
     seed.init = 0  # initial weights; each parameter's key is folded in from its path
     seed.data = 0  # order of documents

@@ -468,6 +468,23 @@ class MeshConfig(_Group, group="mesh"):
 
 
 @dataclasses.dataclass(frozen=True)
+class DistributedConfig(_Group, group="distributed"):
+    """How the processes of a run find each other (jax.distributed), one for each host or for some of its devices."""
+
+    cluster: str = _field(
+        "none",
+        "none: one process; auto: by the environment (TPU, Slurm, Kubernetes, MPI); slurm | k8s: by this one's; "
+        "address: by the fields below",
+        choices=("none", "auto", "slurm", "k8s", "address"),
+    )
+    coordinator: str | None = _field(None, "address: HOST:PORT of process 0, which listens there")
+    processes: int = _field(1, "address: their number", low=1)
+    process_id: int = _field(0, "address: which of them this is, from 0", low=0)
+    timeout: int = _field(100, "seconds without a sign of life after which a process counts as lost", low=1)
+    start_timeout: int = _field(300, "seconds that processes wait for each other at the start", low=1)
+
+
+@dataclasses.dataclass(frozen=True)
 class SeedConfig(_Group, group="seed"):
     """Seeds, one a purpose: arms of a comparison share them."""
 
@@ -497,6 +514,7 @@ class Config:
     monitor: MonitorConfig = MonitorConfig()
     guard: GuardConfig = GuardConfig()
     mesh: MeshConfig = MeshConfig()
+    distributed: DistributedConfig = DistributedConfig()
     seed: SeedConfig = SeedConfig()
 
     def __post_init__(self) -> None:
@@ -601,6 +619,7 @@ RESUMABLE = (
     "monitor.wandb",
     "monitor.progress_every",
     "mesh.",
+    "distributed.",
     "data.prefetch",
     "data.cache_dir",
 )
@@ -684,6 +703,19 @@ def implementation_lacks(config: Config, impl: str) -> str | None:
         "prefix mask": config.attention.prefix > 0,
     }
     return next((what for what in _IMPLEMENTATION_LIMITS.get(impl, ()) if needs.get(what)), None)
+
+
+def _check_distributed(distributed: DistributedConfig) -> None:
+    if distributed.cluster != "address":
+        _only_with(distributed, ("coordinator", "processes", "process_id"), "unless distributed.cluster=address")
+        return
+    host, colon, port = (distributed.coordinator or "").rpartition(":")
+    if not (host and colon and port.isdigit() and 0 < int(port) < 2**16):
+        _refuse("distributed.coordinator", distributed.coordinator, "HOST:PORT with distributed.cluster=address")
+    if distributed.process_id >= distributed.processes:
+        _refuse(
+            "distributed.process_id", distributed.process_id, f"below distributed.processes={distributed.processes}"
+        )
 
 
 def _check_positions(config: Config) -> None:
@@ -791,6 +823,7 @@ def _check_schedule(config: Config) -> None:
 def _check_batch(config: Config) -> None:
     if config.train.init_from is None:
         _only_with(config.train, ("init_optimizer",), "without train.init_from")
+    _check_distributed(config.distributed)
     size, parts, mesh = config.train.batch_size, config.train.accumulation, config.mesh
     if size % parts:
         _refuse("train.accumulation", parts, f"a divisor of train.batch_size={size}")

@@ -165,6 +165,11 @@ def batch_sharding(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec(BATCH_AXES))
 
 
+def replicated(mesh: Mesh) -> NamedSharding:
+    """Layout of what every device holds whole."""
+    return NamedSharding(mesh, PartitionSpec())
+
+
 def check_batch(rows: int, mesh: Mesh, name: str) -> None:
     """Refuse a number of rows that the mesh cannot share evenly.
 
@@ -176,10 +181,32 @@ def check_batch(rows: int, mesh: Mesh, name: str) -> None:
         raise UserError(f"{name}: {rows} rows cannot be shared evenly by {shards} devices (mesh data x fsdp x expert)")
 
 
+def local_rows(mesh: Mesh, rows: int) -> list[int]:
+    """The rows of a global batch of ``rows`` that this process' devices hold, ascending.
+
+    Processes may hold the same rows, where the batch is not split between them.
+    """
+    held = batch_sharding(mesh).addressable_devices_indices_map((rows,)).values()
+    return sorted({row for index in held if index is not None for row in range(*index[0].indices(rows))})
+
+
 def put_batch(batch: Mapping[str, np.ndarray], mesh: Mesh) -> dict[str, jax.Array]:
-    """This process' rows of a batch as arrays over the whole mesh."""
+    """This process' rows of a batch (`local_rows`) as arrays over the whole mesh."""
     layout = batch_sharding(mesh)
-    return {name: jax.make_array_from_process_local_data(layout, array) for name, array in batch.items()}
+    shards = math.prod(mesh.shape[axis] for axis in BATCH_AXES)
+    ours = local_rows(mesh, shards)  # of each array, equal parts in this order
+
+    def put(array: np.ndarray) -> jax.Array:
+        part = len(array) // len(ours)
+
+        def rows(index: tuple[slice, ...] | None) -> np.ndarray:
+            start = (index[0].start or 0) if index else 0
+            first = ours.index(start // part) * part
+            return array[first : first + part]
+
+        return jax.make_array_from_callback((part * shards, *array.shape[1:]), layout, rows)
+
+    return {name: put(array) for name, array in batch.items()}
 
 
 def threads_of_one_cpu(mesh: Mesh) -> bool:

@@ -2,18 +2,17 @@
 
 Order. The documents of the training split, long ones in pieces, are shuffled anew each epoch, and the epochs follow one
 another without end: one global order. Row r of a batch of B rows is a stream of its own over the positions r, r + B,
-r + 2B, … of that order. So the batches depend on the corpus, the seed, T and B alone: process p of P takes the rows
-``[p·B/P, (p + 1)·B/P)`` of the same global batch, and a saved state can be restored by another number of processes.
+r + 2B, … of that order. So the batches depend on the corpus, the seed, T and B alone: a process takes the rows that its
+devices hold of the same global batch, and a state merged from all can be restored by another number of processes.
 
 State. Two integers a row: the position of its document, and the pairs already taken from it (see `mhc.data.packing`).
 """
 
 from __future__ import annotations
 
-import itertools
 import os
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent import futures
 from typing import Any
 
@@ -27,7 +26,7 @@ from mhc.data.sources import Source, Split, open_source
 from mhc.data.tokenizers import ByteTokenizer, Tokenizer
 from mhc.errors import UserError
 
-_STATE_FORMAT = 1
+_STATE_FORMAT = 2  # 1 had the rows as [first, last + 1]
 _MOST_THREADS = 16
 
 
@@ -44,10 +43,8 @@ class TrainIterator:
         *,
         batch_size: int,
         seed: int,
-        process_index: int,
-        process_count: int,
+        rows: Sequence[int],
     ):
-        rows = process_rows(batch_size, process_index, process_count)
         source = open_corpus(data, tokenizer, "train")
         self._identity = {
             "format": _STATE_FORMAT,
@@ -57,7 +54,7 @@ class TrainIterator:
             "piece": piece_size(data),
             "tokenizer": tokenizer.content_hash,
         }
-        self._rows = rows
+        self._rows = list(rows)
         # grain adds the epoch to the seed: without a hash, seed 1 would begin with the second epoch of seed 0
         order_seed = int(np.random.SeedSequence(seed).generate_state(1)[0])
         pieces = Pieces(source, piece_size(data))
@@ -86,7 +83,7 @@ class TrainIterator:
         state = self._batches.get_state()
         return {
             **self._identity,
-            "rows": [self._rows.start, self._rows.stop],
+            "rows": self._rows,
             "position": state["position"].tolist(),
             "offset": state["offset"].tolist(),
         }
@@ -95,7 +92,7 @@ class TrainIterator:
         """Where each row of the batch after ``state`` begins: row, document (file and place), offset in its piece."""
         return [
             {"row": row, "document": self._name(position), "offset": offset}
-            for row, position, offset in zip(range(*state["rows"]), state["position"], state["offset"], strict=True)
+            for row, position, offset in zip(_rows(state), state["position"], state["offset"], strict=True)
         ]
 
     def set_state(self, state: dict[str, Any]) -> None:
@@ -105,21 +102,17 @@ class TrainIterator:
         process.
         """
         for key, ours in self._identity.items():
-            if state.get(key) != ours:
+            if state.get(key) != ours and not (key == "format" and state.get(key) == 1):
                 raise UserError(f"the data position was saved with {key}={state.get(key)}, this run has {key}={ours}")
-        start, stop = state["rows"]
-        if not start <= self._rows.start <= self._rows.stop <= stop:
+        place = {row: index for index, row in enumerate(_rows(state))}
+        missing = [row for row in self._rows if row not in place]
+        if missing:
             raise UserError(
-                f"the data position has rows {start}–{stop} of the batch, this process needs "
-                f"{self._rows.start}–{self._rows.stop}; merge the states of all processes"
+                f"the data position has {len(place)} rows of the batch, this process needs row {missing[0]} too; "
+                "merge the states of all processes"
             )
-        mine = slice(self._rows.start - start, self._rows.stop - start)
-        self._batches.set_state(
-            {
-                "position": np.asarray(state["position"][mine], np.int64),
-                "offset": np.asarray(state["offset"][mine], np.int64),
-            }
-        )
+        mine = [place[row] for row in self._rows]
+        self._batches.set_state({name: np.asarray(state[name], np.int64)[mine] for name in ("position", "offset")})
 
     @property
     def _batches(self) -> grain.DatasetIterator:
@@ -134,42 +127,56 @@ def train_iterator(
     *,
     batch_size: int,
     seed: int,
-    process_index: int = 0,
-    process_count: int = 1,
+    rows: Sequence[int] | None = None,
 ) -> TrainIterator:
-    """Training batches of ``batch_size / process_count`` rows of ``data.sequence_length`` tokens.
+    """Training batches of ``data.sequence_length`` tokens a row: the ``rows`` of a global batch of ``batch_size``.
 
-    Every weight is 1: training has no padding. Raises UserError for a corpus that cannot be read, is empty or shorter
-    than a sequence, ids outside the vocabulary, and a batch that the processes cannot share evenly.
+    ``rows`` is None for all of them, or `mhc.sharding.local_rows` where processes share the batch. Every weight is 1:
+    training has no padding. Raises UserError for a corpus that cannot be read, is empty or shorter than a sequence, and
+    for ids outside the vocabulary.
     """
-    return TrainIterator(
-        data, tokenizer, batch_size=batch_size, seed=seed, process_index=process_index, process_count=process_count
-    )
+    rows = range(batch_size) if rows is None else rows
+    return TrainIterator(data, tokenizer, batch_size=batch_size, seed=seed, rows=rows)
 
 
-def merge_states(states: list[dict[str, Any]]) -> dict[str, Any]:
-    """The state of the whole batch from those of all processes, in any order; raises ValueError if rows are missing."""
-    ordered = sorted(states, key=lambda state: state["rows"][0])
-    for before, after in itertools.pairwise(ordered):
-        if before["rows"][1] != after["rows"][0]:
-            raise ValueError(f"rows {before['rows']} and {after['rows']} do not adjoin")
-    return {
-        **ordered[0],
-        "rows": [ordered[0]["rows"][0], ordered[-1]["rows"][1]],
-        "position": [position for state in ordered for position in state["position"]],
-        "offset": [offset for state in ordered for offset in state["offset"]],
+def merge_states(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The state of the whole batch from those of all processes, in any order; some may hold the same rows.
+
+    Raises ValueError where rows are missing.
+    """
+    by_row = {
+        row: (position, offset)
+        for state in states
+        for row, position, offset in zip(_rows(state), state["position"], state["offset"], strict=True)
     }
+    missing = set(range(states[0]["batch_size"])) - set(by_row)
+    if missing:
+        raise ValueError(f"no state has row {min(missing)} of the batch")
+    rows = sorted(by_row)
+    return {
+        **states[0],
+        "rows": rows,
+        "position": [by_row[row][0] for row in rows],
+        "offset": [by_row[row][1] for row in rows],
+    }
+
+
+def _rows(state: dict[str, Any]) -> Sequence[int]:
+    rows: list[int] = state["rows"]
+    return range(*rows) if state["format"] == 1 else rows
 
 
 class ValidationBatches:
     """The fixed validation set, iterable again and again; make it with `validation_batches`."""
 
-    def __init__(self, source: Source, tokenizer: Tokenizer, length: int, batch_size: int, rows: range, batches: int):
+    def __init__(
+        self, source: Source, tokenizer: Tokenizer, length: int, batch_size: int, rows: Sequence[int], batches: int
+    ):
         self._pieces = Pieces(source, None)
         self._encode = _Encode(tokenizer)
         self._length = length
         self._batch_size = batch_size
-        self._rows = rows
+        self._rows = np.asarray(rows)
         self._limit = batches
 
     def __iter__(self) -> Iterator[Batch]:
@@ -183,7 +190,7 @@ class ValidationBatches:
             if not filled:
                 return
             made += 1
-            yield {name: array[self._rows.start : self._rows.stop] for name, array in batch.items()}
+            yield {name: array[self._rows] for name, array in batch.items()}
             if filled < self._batch_size:
                 return
 
@@ -194,26 +201,17 @@ def validation_batches(
     *,
     batch_size: int,
     batches: int,
-    process_index: int = 0,
-    process_count: int = 1,
+    rows: Sequence[int] | None = None,
 ) -> ValidationBatches:
     """The validation split, documents in order, every token but bos a target exactly once.
 
-    ``batches`` is how many at most, 0 for the whole split. The last one is padded with rows and places of weight 0, so
-    that all have ``batch_size / process_count`` rows, on every process as many. Raises UserError as `train_iterator`,
-    but a split shorter than a sequence is no error.
+    ``batches`` is how many at most, 0 for the whole split; ``rows`` is as for `train_iterator`. The last batch is
+    padded with rows and places of weight 0, so that every process has as many batches. Raises UserError as
+    `train_iterator`, but a split shorter than a sequence is no error.
     """
-    rows = process_rows(batch_size, process_index, process_count)
+    rows = range(batch_size) if rows is None else rows
     source = open_corpus(data, tokenizer, "validation")
     return ValidationBatches(source, tokenizer, data.sequence_length, batch_size, rows, batches)
-
-
-def process_rows(batch_size: int, process_index: int, process_count: int) -> range:
-    """The rows of a global batch that a process holds; raises UserError when they cannot be shared evenly."""
-    if batch_size < 1 or batch_size % process_count:
-        raise UserError(f"train.batch_size: {batch_size} rows cannot be shared evenly by {process_count} process(es)")
-    share = batch_size // process_count
-    return range(process_index * share, (process_index + 1) * share)
 
 
 def open_corpus(data: DataConfig, tokenizer: Tokenizer, split: Split) -> Source:
@@ -271,7 +269,7 @@ class _Encode(grain.transforms.Map):
 class _PackedDataset(grain.IterDataset):
     """Batches of packed rows over an endless order of documents."""
 
-    def __init__(self, order: grain.MapDataset, rows: range, batch_size: int, length: int, threads: int):
+    def __init__(self, order: grain.MapDataset, rows: Sequence[int], batch_size: int, length: int, threads: int):
         super().__init__(order)
         self._threads = threads
         self._order = order
@@ -286,7 +284,7 @@ class _PackedDataset(grain.IterDataset):
 class _PackedIterator(grain.DatasetIterator):
     """Its state: the arrays ``position`` and ``offset``, int64[rows] each."""
 
-    def __init__(self, order: grain.MapDataset, rows: range, batch_size: int, length: int, threads: int):
+    def __init__(self, order: grain.MapDataset, rows: Sequence[int], batch_size: int, length: int, threads: int):
         super().__init__()
         self._pool = futures.ThreadPoolExecutor(threads, "mhc-data") if threads > 1 else None
         self._order = order

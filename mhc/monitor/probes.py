@@ -16,7 +16,7 @@ from mhc.data import pipeline, tokenizers
 from mhc.model.attention import Attention
 from mhc.model.decoder import STACKS, DecoderDefinition, Params, SublayerView
 from mhc.residual.functional import composite_gains, composite_maps, single_gains
-from mhc.sharding import compiler_options, tracing_for
+from mhc.sharding import compiler_options, replicated, tracing_for
 from mhc.train.checkpoint import LoadedRun
 
 BATCH_FIELDS = ("tokens", "segment_ids", "positions")
@@ -153,7 +153,8 @@ def compile_probe(definition: DecoderDefinition, mesh: Mesh | None = None) -> An
         with tracing_for(mesh):
             return measure(definition, params, batch)
 
-    return jax.jit(probe, compiler_options=options)
+    everywhere = replicated(mesh) if mesh is not None else None
+    return jax.jit(probe, out_shardings=everywhere, compiler_options=options)
 
 
 def probe_run(loaded: LoadedRun, sinkhorn: str | None = None) -> dict[str, np.ndarray]:

@@ -35,6 +35,16 @@ class Writer(Protocol):
         """Finish; no record may follow."""
 
 
+class NoWriter:
+    """Takes records and keeps none."""
+
+    def write(self, record: Record) -> None:
+        """Forgets it."""
+
+    def close(self) -> None:
+        """Nothing to finish."""
+
+
 class JsonlWriter:
     """Appends records to a file, one JSON object a line, each line written and flushed whole.
 

@@ -17,7 +17,16 @@ from mhc import config as configs
 from mhc.config import Config
 from mhc.monitor import guard
 from mhc.monitor.detectors import RollingZScore, spike_score
-from mhc.monitor.writers import JsonlWriter, Progress, TensorBoardWriter, WandbWriter, Writer, read_jsonl, repair
+from mhc.monitor.writers import (
+    JsonlWriter,
+    NoWriter,
+    Progress,
+    TensorBoardWriter,
+    WandbWriter,
+    Writer,
+    read_jsonl,
+    repair,
+)
 
 HISTORY = 32  # steps that an event carries
 BEFORE = 8  # a gradient norm flagged so many steps before the loss counts as having come first
@@ -35,19 +44,35 @@ class Alarm(NamedTuple):
 
 class Record:
     """The record of a run from ``last_step`` on: later lines are cut, and the detectors stand where they stood
-    there."""
+    there. With ``writes=False`` it reads and judges alone: another process writes the same."""
 
-    def __init__(self, workdir: Path, config: Config, last_step: int, progress: Progress, *, keep_events: bool = False):
+    def __init__(
+        self,
+        workdir: Path,
+        config: Config,
+        last_step: int,
+        progress: Progress,
+        *,
+        keep_events: bool = False,
+        writes: bool = True,
+    ):
         self.workdir, self.config, self.progress = workdir, config, progress
+        self.validation: dict[str, float] = {}
+        self._extra: list[Writer] = []
+        self._metrics: Writer
+        self._probes: Writer
+        self._events: Writer
+        if not writes:
+            self._metrics = self._probes = self._events = NoWriter()
+            self._restore_history()
+            return
         for name in FILES[:2] if keep_events else FILES:
             repair(workdir / f"{name}.jsonl", last_step)
         self._metrics, self._probes, self._events = (JsonlWriter(workdir / f"{name}.jsonl") for name in FILES)
-        self._extra: list[Writer] = []
         if config.monitor.tensorboard:
             self._extra.append(TensorBoardWriter(workdir / "tensorboard", purge_step=max(last_step, 0) + 1))
         if config.monitor.wandb != "off":
             self._extra.append(WandbWriter(workdir, mode=config.monitor.wandb, config=configs.to_dict(config)))
-        self.validation: dict[str, float] = {}
         self._restore_history()
 
     def _restore_history(self) -> None:

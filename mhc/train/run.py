@@ -6,11 +6,10 @@ import contextlib
 import fcntl
 import logging
 import math
-import signal
+import os
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from types import FrameType
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -18,6 +17,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from mhc import config as configs
+from mhc import distributed
 from mhc.config import Config
 from mhc.data import pipeline, tokenizers
 from mhc.data.tokenizers import Tokenizer
@@ -26,7 +26,7 @@ from mhc.model.decoder import DecoderDefinition
 from mhc.model.flops import count_parameters, flops_per_token, leaf_sizes
 from mhc.monitor import probes
 from mhc.monitor.writers import Progress, WandbWriter, read_json, write_json
-from mhc.sharding import check_batch, make_mesh, put_batch, threads_of_one_cpu
+from mhc.sharding import check_batch, local_rows, make_mesh, put_batch, threads_of_one_cpu
 from mhc.train import start
 from mhc.train.checkpoint import Checkpoints, committed_steps
 from mhc.train.optimizer import GROUPS, group_of
@@ -74,14 +74,20 @@ def dry_run(config: Config) -> dict[str, Any]:
 def run(config: Config, workdir: str | Path) -> int:
     """Train to ``train.steps``, from the last committed checkpoint of ``workdir`` if there is one.
 
+    Where several processes share the run (`mhc.distributed`), all of them call this.
+
     Returns:
       The exit code: 0 when the run ended or was asked to stop (SIGTERM, SIGINT) and saved, 3 when the guard halted it.
+      Where another process is lost, this one ends with `distributed.LOST`.
 
     Raises:
       UserError: the folder holds a run of another config, or the data, mesh or batch cannot be used. Nothing is
       written.
     """
-    return Run(config, Path(workdir)).execute()
+    with distributed.leaving_when_lost(str(workdir)):
+        with distributed.together():
+            made = Run(config, Path(workdir))
+        return made.execute()
 
 
 @contextlib.contextmanager
@@ -126,6 +132,7 @@ class Run:
           faults: test hook. devices: those to use; None: all.
         """
         self.workdir = workdir
+        self.primary = distributed.primary()
         self.faults = faults
         self.tokenizer: Tokenizer = tokenizers.load(config.data.tokenizer)
         self.config = configs.resolve(config, self.tokenizer.vocab_size)
@@ -144,8 +151,7 @@ class Run:
             self.tokenizer,
             batch_size=train.batch_size,
             seed=self.config.seed.data,
-            process_index=jax.process_index(),
-            process_count=jax.process_count(),
+            rows=local_rows(self.mesh, train.batch_size),
         )
         try:
             self.validation = pipeline.validation_batches(
@@ -153,15 +159,14 @@ class Run:
                 self.tokenizer,
                 batch_size=train.batch_size,
                 batches=self.config.validation.batches,
-                process_index=jax.process_index(),
-                process_count=jax.process_count(),
+                rows=local_rows(self.mesh, train.batch_size),
             )
             probing = self.config.monitor.probe_every > 0
             self.probe_batch = probes.probe_batch(self.config) if probing else None
         except BaseException:
             self.data.close()
             raise
-        self.stop = False
+        self.stop = distributed.StopRequest()
         self.halted: str | None = None  # why, in a line
         self.left_out: dict[int, int] = {}  # batches left out after a rewind to a step
 
@@ -176,22 +181,36 @@ class Run:
     def execute(self) -> int:
         with contextlib.ExitStack() as closing:
             closing.callback(self.data.close)
-            closing.enter_context(self._signals())
-            try:
-                self.workdir.mkdir(parents=True, exist_ok=True)
-            except OSError as error:
-                raise UserError(f"{self.workdir}: the folder cannot be made: {error.strerror}") from None
-            closing.enter_context(lock(self.workdir))
+            closing.enter_context(self.stop.listening())
+            with distributed.together():
+                self._check_same(configs.from_json(distributed.gather(configs.to_json(self.config))[0]))
+            with distributed.together():
+                if self.primary:
+                    self._take_folder(closing)
             train, monitor = self.config.train, self.config.monitor
-            self.progress = Progress(train.steps, every=monitor.progress_every, label=self.workdir.name)
+            stream = None if self.primary else closing.enter_context(open(os.devnull, "w"))  # one process speaks
+            self.progress = Progress(train.steps, every=monitor.progress_every, label=self.workdir.name, stream=stream)
             closing.callback(self.progress.close)
-            if self._finished():
+            if distributed.gather(self._finished())[0]:
                 self.progress.note(f"{self.workdir}: finished already")
                 return 0
             self._open(closing)
             if self.step < train.steps:
                 self._loop()
             return self._finish()
+
+    def _check_same(self, first: Config) -> None:
+        """Refuse a config of this process that is not that of process 0, ``first``."""
+        for name, (theirs, ours) in configs.diff(first, self.config).items():
+            if not name.startswith("distributed."):
+                raise UserError(f"{name}: given {ours!r}, allowed: what process 0 has, {theirs!r}")
+
+    def _take_folder(self, closing: contextlib.ExitStack) -> None:
+        try:
+            self.workdir.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(f"{self.workdir}: the folder cannot be made: {error.strerror}") from None
+        closing.enter_context(lock(self.workdir))
 
     def _finished(self) -> bool:
         """Whether the folder holds the whole run: a checkpoint of the last step, and the summary as of then."""
@@ -205,7 +224,8 @@ class Run:
         config, workdir = self.config, self.workdir
         for name, (before, after) in self.changes.items():
             self.progress.note(f"{workdir}: {name} changed from {before!r} to {after!r}")
-        write_json(workdir / "config.json", configs.to_dict(config))
+        if self.primary:
+            write_json(workdir / "config.json", configs.to_dict(config))
         self.trainer = Trainer(config, self.mesh, self.faults)
         self.checkpoints = Checkpoints(workdir, config.checkpoint)
         closing.callback(self.checkpoints.close)
@@ -219,12 +239,23 @@ class Run:
         latest = self.checkpoints.latest()
         self.fresh = latest is None
         self._restore(latest)
-        self.record = Record(workdir, config, -1 if latest is None else latest, self.progress)
+        self.record = self._make_record(-1 if latest is None else latest)
         closing.callback(lambda: self.record.close())
         self.began = self.last_time = time.perf_counter()
         if latest is not None and self.step < config.train.steps:
             self.record.event("resume", self.step, changes={name: list(pair) for name, pair in self.changes.items()})
             self.progress.note(f"{workdir}: resuming after step {self.step}")
+
+    def _make_record(self, last_step: int, *, keep_events: bool = False) -> Record:
+        """The record cut to a step. Process 0 cuts and writes it; the others read it first, to judge alike."""
+        made: Record | None = None
+        with distributed.together():
+            if self.primary:
+                made = Record(self.workdir, self.config, last_step, self.progress, keep_events=keep_events)
+        if made is None:
+            made = Record(self.workdir, self.config, last_step, self.progress, writes=False)
+        distributed.wait("the record is read")
+        return made
 
     def _restore(self, step: int | None) -> None:
         """State, data and counts as of a checkpoint; None: as of the start."""
@@ -258,7 +289,7 @@ class Run:
                 self._save()
         self.last_time = time.perf_counter()
         pending: Pending | None = None
-        while self.step < config.train.steps and not self.stop and self.halted is None:
+        while self.step < config.train.steps and self.halted is None and not self.stop.poll():
             position = self.data.get_state()
             batch = next(self.data)
             self.state, metrics = self._in_order(self.trainer.step(self.state, put_batch(batch, self.mesh)))
@@ -282,7 +313,7 @@ class Run:
                     self._save()
         if pending is not None and self.halted is None and (alarm := self._log(pending)):
             self._act(alarm, pending, None)
-        if self.stop and self.halted is None:
+        if self.stop.asked and self.halted is None:
             self._save()
 
     def _in_order(self, result: T) -> T:
@@ -352,7 +383,7 @@ class Run:
         if self.checkpoints.latest() == self.step:
             return
         host = {
-            "data": self.data.get_state(),
+            "data": pipeline.merge_states(distributed.gather(self.data.get_state())),
             "tokens": self.tokens,
             "seconds": self._seconds(),
             "rewinds": self.rewinds,
@@ -377,7 +408,7 @@ class Run:
         event = dict(alarm.event)
         if not alarm.finite:
             event["tensor"] = self._first_nonfinite(of)
-        event["batch"] = {"hash": batch_hash(of.batch), "documents": self.data.describe(of.position)}
+        event["batch"] = self._describe(of)
         self.record.event(**event)
         if alarm.action == "rewind":
             if self._rewind(alarm):
@@ -402,6 +433,19 @@ class Run:
         self.record.event("halt", self.step, reason=why)
         return None
 
+    def _describe(self, of: Pending) -> dict[str, Any]:
+        """The whole batch of a step: its hash, and where each of its rows begins."""
+        ours = {name: of.batch[name].tolist() for name in ("tokens", "targets")} if jax.process_count() > 1 else {}
+        parts = distributed.gather({"rows": of.position["rows"], "documents": self.data.describe(of.position), **ours})
+        documents = {document["row"]: document for part in parts for document in part["documents"]}
+        batch = of.batch
+        if ours:
+            batch = {}
+            for name in ours:
+                by_row = {row: ids for part in parts for row, ids in zip(part["rows"], part[name], strict=True)}
+                batch[name] = np.asarray([by_row[row] for row in sorted(by_row)], np.int32)
+        return {"hash": batch_hash(batch), "documents": [documents[row] for row in sorted(documents)]}
+
     def _rewind(self, alarm: Alarm) -> bool:
         """Back to the last checkpoint at least ``rewind_steps`` before the alarm, then over ``skip_batches`` batches.
 
@@ -419,7 +463,7 @@ class Run:
         self._restore(target)
         self.rewinds += 1
         # Events stay: what led to the rewind is part of the record.
-        self.record = Record(self.workdir, self.config, self.step, self.progress, keep_events=True)
+        self.record = self._make_record(self.step, keep_events=True)
         self.left_out[self.step] = self.left_out.get(self.step, 0) + guard.skip_batches
         skipped = self.left_out[self.step]
         for _ in range(skipped):
@@ -468,32 +512,17 @@ class Run:
         if reason == "stopped":
             self.record.event("stopped", self.step, reason="signal")
         whole = {
-            **self.record.summary(),
+            **(self.record.summary() if self.primary else {}),
             "steps": self.step,
             "tokens": self.tokens,
             "seconds": self._seconds(),
             "params": count_parameters(self.trainer.definition)["total"],
             "exit_reason": reason,
         }
-        write_json(self.workdir / "summary.json", whole)
+        if self.primary:
+            write_json(self.workdir / "summary.json", whole)
         if reason == "stopped":
             self.progress.note(f"{self.workdir}: stopped and saved after step {self.step}; the same command resumes it")
         if reason == "halted":
             self.progress.note(f"{self.workdir}: halted: {self.halted}; saved after step {self.step}, see events.jsonl")
         return 3 if reason == "halted" else 0
-
-    @contextlib.contextmanager
-    def _signals(self) -> Iterator[None]:
-        """SIGTERM and SIGINT ask the loop to stop after the step in hand and to save; a second one interrupts."""
-
-        def ask(number: int, frame: FrameType | None) -> None:
-            if self.stop:
-                raise KeyboardInterrupt
-            self.stop = True
-
-        before = {number: signal.signal(number, ask) for number in (signal.SIGTERM, signal.SIGINT)}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)

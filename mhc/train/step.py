@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 from mhc.config import Config
 from mhc.model.decoder import STACKS, DecoderDefinition, Params, SublayerView
 from mhc.monitor import guard
-from mhc.sharding import batch_sharding, compiler_options, shardings, tracing_for
+from mhc.sharding import batch_sharding, compiler_options, replicated, shardings, tracing_for
 from mhc.train.loss import cross_entropy
 from mhc.train.optimizer import GROUPS, group_of, learning_rate, make_optimizer, map_paths
 
@@ -203,6 +203,7 @@ class Trainer:
         self.abstract = jax.eval_shape(self._init, jax.random.key(0))
         self.layout = shardings(self.abstract, mesh)
         batch = batch_sharding(mesh)
+        everywhere = replicated(mesh)  # what is measured: every process reads it
         # The initialiser runs once; on CPU, optimising its many random draws costs more than they do.
         once = {"xla_backend_optimization_level": 0} if mesh.devices.flat[0].platform == "cpu" else {}
         options = compiler_options(mesh)
@@ -211,11 +212,14 @@ class Trainer:
             self._traced(self._step),
             donate_argnums=0,
             in_shardings=(self.layout, batch),
-            out_shardings=(self.layout, None),
+            out_shardings=(self.layout, everywhere),
             compiler_options=options,
         )
         self.validate: Callable[[Params, Batch], dict[str, jax.Array]] = jax.jit(
-            self._traced(self._validate), in_shardings=(self.layout.params, batch), compiler_options=options
+            self._traced(self._validate),
+            in_shardings=(self.layout.params, batch),
+            out_shardings=everywhere,
+            compiler_options=options,
         )
 
     def _traced(self, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -242,7 +246,8 @@ class Trainer:
             decoder = self.definition.bind(params)
             return decoder.hidden(batch["tokens"], batch["segment_ids"], batch["positions"], observe)[1]["finite"]
 
-        return jax.jit(self._traced(run), compiler_options=compiler_options(self.mesh))(params, batch)
+        options = compiler_options(self.mesh)
+        return jax.jit(self._traced(run), out_shardings=replicated(self.mesh), compiler_options=options)(params, batch)
 
     def init(self, seed: int) -> TrainState:
         """A fresh state, made in its shards: the same weights on any mesh."""

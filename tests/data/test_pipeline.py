@@ -106,8 +106,8 @@ def test_another_seed_is_another_order_and_not_a_shifted_one(texts: DataConfig) 
 def test_the_global_batch_does_not_depend_on_the_number_of_processes(texts: DataConfig, processes: int) -> None:
     whole = train_iterator(texts, BYTES, batch_size=8, seed=0)
     parts = [
-        train_iterator(texts, BYTES, batch_size=8, seed=0, process_index=index, process_count=processes)
-        for index in range(processes)
+        train_iterator(texts, BYTES, batch_size=8, seed=0, rows=range(first, first + 8 // processes))
+        for first in range(0, 8, 8 // processes)
     ]
 
     def joined(count: int) -> list[Batch]:
@@ -126,13 +126,32 @@ def test_the_global_batch_does_not_depend_on_the_number_of_processes(texts: Data
     same(take(alone, 3), expected)
 
 
+def test_rows_of_a_process_need_not_adjoin_and_may_be_those_of_another(texts: DataConfig) -> None:
+    whole = train_iterator(texts, BYTES, batch_size=8, seed=0)
+    shares = [[0, 1, 4, 5], [2, 3, 6, 7], [6, 7]]
+    parts = [train_iterator(texts, BYTES, batch_size=8, seed=0, rows=rows) for rows in shares]
+    expected = take(whole, 5)
+    for rows, part in zip(shares, parts, strict=True):
+        same(take(part, 5), [{name: batch[name][rows] for name in KEYS} for batch in expected])
+    assert merge_states([part.get_state() for part in parts]) == whole.get_state()
+
+
 def test_merging_states_with_a_process_missing_is_refused(texts: DataConfig) -> None:
     states = [
-        train_iterator(texts, BYTES, batch_size=8, seed=0, process_index=index, process_count=4).get_state()
-        for index in (0, 2)
+        train_iterator(texts, BYTES, batch_size=8, seed=0, rows=rows).get_state() for rows in ([0, 1, 5], [2, 3, 4])
     ]
-    with pytest.raises(ValueError, match="do not adjoin"):
+    with pytest.raises(ValueError, match="no state has row 6"):
         merge_states(states)
+
+
+def test_a_position_saved_in_the_first_format_is_read(texts: DataConfig) -> None:
+    iterator = train_iterator(texts, BYTES, batch_size=8, seed=0)
+    take(iterator, 3)
+    state = {**iterator.get_state(), "format": 1, "rows": [0, 8]}
+    expected = take(iterator, 2)
+    assert [entry["row"] for entry in iterator.describe(state)] == list(range(8))
+    iterator.set_state(state)
+    same(take(iterator, 2), expected)
 
 
 def test_states_of_another_run_are_refused(texts: DataConfig, tmp_path: Path) -> None:
@@ -141,14 +160,12 @@ def test_states_of_another_run_are_refused(texts: DataConfig, tmp_path: Path) ->
     for key, value in {"batch_size": 4, "seed": 1, "corpus": "0", "tokenizer": "x", "piece": 1, "format": 0}.items():
         with pytest.raises(UserError, match=f"saved with {key}={value}, this run has {key}="):
             iterator.set_state({**state, key: value})
-    half = train_iterator(texts, BYTES, batch_size=8, seed=0, process_index=1, process_count=2).get_state()
-    with pytest.raises(UserError, match=r"rows 4–8 of the batch, this process needs 0–8"):
+    half = train_iterator(texts, BYTES, batch_size=8, seed=0, rows=range(4, 8)).get_state()
+    with pytest.raises(UserError, match=r"has 4 rows of the batch, this process needs row 0 too"):
         iterator.set_state(half)
     (tmp_path / "texts" / "060.txt").write_text("one more document\n")
     with pytest.raises(UserError, match="saved with corpus="):
         train_iterator(texts, BYTES, batch_size=8, seed=0).set_state(state)
-    with pytest.raises(UserError, match="8 rows cannot be shared evenly by 3 process"):
-        train_iterator(texts, BYTES, batch_size=8, seed=0, process_index=0, process_count=3)
 
 
 def test_closing_ends_the_thread_and_may_be_repeated(texts: DataConfig) -> None:
@@ -187,11 +204,11 @@ def test_validation_is_the_same_again_on_any_process_and_may_be_cut_short(texts:
     batches = list(whole)
     same(list(whole), batches)
     same(list(validation_batches(texts, BYTES, batch_size=4, batches=2)), batches[:2])
-    halves = [
-        list(validation_batches(texts, BYTES, batch_size=4, batches=0, process_index=index, process_count=2))
-        for index in range(2)
+    halves = [list(validation_batches(texts, BYTES, batch_size=4, batches=0, rows=rows)) for rows in ([0, 2], [1, 3])]
+    joined = [
+        {name: np.stack([a[name], b[name]], axis=1).reshape(4, -1) for name in KEYS}
+        for a, b in zip(*halves, strict=True)
     ]
-    joined = [{name: np.concatenate([a[name], b[name]]) for name in KEYS} for a, b in zip(*halves, strict=True)]
     same(joined, batches)
 
 

@@ -1,0 +1,175 @@
+"""The processes of one run: how they find each other, agree, and stop together. jax.distributed does the work.
+
+Every process runs the same program on its own devices and its own rows of each batch; process 0 alone writes. What only
+one of them knows (a user's mistake, a signal, a position in its data) is shared here, so that all take the same way:
+every function below that waits for the others must be called by all, in the same order.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from types import FrameType
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from mhc.config import DistributedConfig
+from mhc.errors import UserError
+
+LOST = 4  # exit code of a process that lost another one
+
+# How XLA, its transports and the coordination service speak of a process that is gone.
+_SIGNS_OF_LOSS = ("gloo", "nccl", "connection", "unavailable", "deadline_exceeded", "aborted", "heartbeat", "timed out")
+
+
+def initialize(config: DistributedConfig) -> None:
+    """Join the run's other processes. Before jax's first use of a device; with ``cluster=none`` nothing happens.
+
+    Raises:
+      UserError: the environment names no cluster, or the processes did not find each other in time.
+    """
+    if config.cluster == "none":
+        return
+    given: dict[str, Any] = {}
+    if config.cluster == "address":
+        given = {
+            "coordinator_address": config.coordinator,
+            "num_processes": config.processes,
+            "process_id": config.process_id,
+            "cluster_detection_method": "deactivate",
+        }
+    elif config.cluster != "auto":
+        given = {"cluster_detection_method": config.cluster}
+    try:
+        jax.distributed.initialize(
+            **given,
+            initialization_timeout=config.start_timeout,
+            heartbeat_timeout_seconds=config.timeout,
+            shutdown_timeout_seconds=config.timeout,
+        )
+    except (ValueError, TypeError, KeyError) as error:
+        raise UserError(
+            f"distributed.cluster={config.cluster}: the environment says too little: {error}; "
+            "distributed.cluster=address takes coordinator, processes and process_id"
+        ) from None
+    except RuntimeError as error:
+        first = str(error).splitlines()[0]
+        raise UserError(
+            f"distributed.cluster={config.cluster}: the processes did not find each other "
+            f"within distributed.start_timeout={config.start_timeout} s: {first}"
+        ) from None
+
+
+def primary() -> bool:
+    """Whether this process writes for all."""
+    return jax.process_index() == 0
+
+
+def gather(value: Any) -> list[Any]:
+    """What each process gives, by process: JSON values. Waits for all of them."""
+    if jax.process_count() == 1:
+        return [value]
+    ours = np.frombuffer(json.dumps(value).encode(), np.uint8)
+    sizes = np.asarray(multihost_utils.process_allgather(np.asarray([ours.size], np.int32))).reshape(-1)
+    padded = np.zeros(int(sizes.max()), np.uint8)
+    padded[: ours.size] = ours
+    every = np.asarray(multihost_utils.process_allgather(padded)).reshape(len(sizes), -1)
+    return [json.loads(row[:size].tobytes()) for row, size in zip(every, sizes, strict=True)]
+
+
+def wait(name: str) -> None:
+    """Until every process is here; ``name`` says where, in messages of the runtime."""
+    if jax.process_count() > 1:
+        multihost_utils.sync_global_devices(name)
+
+
+@contextlib.contextmanager
+def together() -> Iterator[None]:
+    """A part in which any process may find a user's mistake: where one does, all raise it. Waits for all at the end.
+
+    Raises:
+      UserError: of the process' own, or that of the first process that has one.
+    """
+    ours: UserError | None = None
+    try:
+        yield
+    except UserError as error:
+        ours = error
+    said = gather(None if ours is None else str(ours))
+    if ours is not None:
+        raise ours
+    for number, message in enumerate(said):
+        if message is not None:
+            raise UserError(f"process {number}: {message}")
+
+
+class StopRequest:
+    """Whether the run is to stop and save: after SIGTERM, SIGINT, or a cloud's notice that a machine goes away.
+
+    One process stops by itself. Several agree on the step after which they stop, through the preemption service of
+    jax.distributed, which takes SIGTERM, to any of them, as the notice. A second SIGINT interrupts at once.
+    """
+
+    def __init__(self) -> None:
+        self.asked = False
+        self._polled = 0
+
+    def poll(self) -> bool:
+        """Once before each step, by every process as often."""
+        if jax.process_count() > 1 and not self.asked:
+            self._polled += 1
+            self.asked = multihost_utils.reached_preemption_sync_point(self._polled)
+        return self.asked
+
+    @contextlib.contextmanager
+    def listening(self) -> Iterator[None]:
+        """Takes the signals."""
+        several = jax.process_count() > 1
+        interrupts = 0
+
+        def ask(number: int, frame: FrameType | None) -> None:
+            nonlocal interrupts
+            interrupts += 1
+            if interrupts > 1:
+                raise KeyboardInterrupt
+            if several:
+                os.kill(os.getpid(), signal.SIGTERM)  # the service's: it tells the others
+            else:
+                self.asked = True
+
+        numbers = (signal.SIGINT,) if several else (signal.SIGTERM, signal.SIGINT)
+        before = {number: signal.signal(number, ask) for number in numbers}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def leaving_when_lost(where: str) -> Iterator[None]:
+    """Ends this process with code ``LOST`` and one line when the runtime reports that another one is gone.
+
+    Nothing is waited for, nor closed: saves and barriers would wait for the process that is gone. Where the runtime
+    only hears no more from it, jax.distributed ends this process, with its own message, after ``distributed.timeout``.
+    """
+    try:
+        yield
+    except RuntimeError as error:  # jax's own errors are such
+        text = str(error)
+        if jax.process_count() == 1 or not any(sign in text.lower() for sign in _SIGNS_OF_LOSS):
+            raise
+        first = next((line.strip() for line in text.splitlines() if line.strip()), type(error).__name__)
+        sys.stderr.write(
+            f"error: {where}: process {jax.process_index()} of {jax.process_count()} stops: another process is lost "
+            f"({first[:200]}); start all of them again: the run goes on from its last checkpoint\n"
+        )
+        sys.stderr.flush()
+        os._exit(LOST)
