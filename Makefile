@@ -30,6 +30,7 @@ lint: install
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
 	$(RUN) -m mypy
+	$(VENV)/bin/shellcheck tpu/*.sh
 
 format: install
 	$(RUN) -m ruff check --fix .
