@@ -24,7 +24,7 @@ from mhc.monitor import probes
 from mhc.monitor.writers import read_json, read_jsonl
 from mhc.sharding import make_mesh, put_batch
 from mhc.train import run as runs
-from mhc.train.checkpoint import committed_steps, load_run
+from mhc.train.checkpoint import Checkpoints, committed_steps, load_run
 from mhc.train.record import Record
 from mhc.train.step import Trainer
 from tests.small import assert_identical
@@ -176,6 +176,37 @@ def test_a_signal_stops_after_the_step_in_hand_and_saves(number, corpus, referen
     assert [(e["event"], e["step"]) for e in read_jsonl(folder / "events.jsonl")] == [("stopped", stopped)]
     assert run(config(corpus), folder) == 0
     assert [e["event"] for e in read_jsonl(folder / "events.jsonl")] == ["stopped", "resume"]
+    assert_equal_runs(folder, reference)
+
+
+@pytest.mark.parametrize("moment", ["validation", "probe", "asynchronous save", "last save"])
+def test_a_signal_at_any_moment_loses_nothing(moment, corpus, reference, tmp_path, monkeypatch):
+    """While the run validates or probes, and while a checkpoint is being written behind it."""
+    folder, saving = tmp_path / "run", []
+    owner, name, at = {
+        "validation": (runs.Run, "_validate", 6),
+        "probe": (runs.Run, "_probe", 3),
+        "asynchronous save": (Checkpoints, "save", 4),
+        "last save": (Checkpoints, "save", 12),
+    }[moment]
+    original = getattr(owner, name)
+
+    def signalled(self: Any, *args: Any) -> Any:
+        given = original(self, *args)
+        if (args[0] if owner is Checkpoints else self.step) == at:
+            saving.append(owner is Checkpoints and self._manager.is_saving_in_progress())
+            os.kill(os.getpid(), signal.SIGTERM)
+        return given
+
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, signalled)
+        assert run(config(corpus), folder) == 0
+    assert saving == [owner is Checkpoints]
+    stopped = committed_steps(folder)[-1]
+    assert at <= stopped <= at + 1
+    assert [record["step"] for record in read_jsonl(folder / "metrics.jsonl")] == list(range(1, stopped + 1))
+    assert read_json(folder / "summary.json")["exit_reason"] == ("finished" if stopped == 12 else "stopped")
+    assert run(config(corpus), folder) == 0
     assert_equal_runs(folder, reference)
 
 
