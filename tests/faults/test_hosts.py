@@ -63,16 +63,17 @@ def start(
             "import json\nfrom ml_collections import ConfigDict\n\n\n"
             f"def get_config():\n    return ConfigDict(json.loads({json.dumps(given)!r}))\n"
         )
-        started.append(
-            subprocess.Popen(
-                [sys.executable, *program, "--config", str(file), "--workdir", str(folder)],
-                cwd=ROOT,
-                text=True,
-                stdout=subprocess.DEVNULL,
-                stderr=(folder.parent / f"stderr{number}").open("w"),
-                env={**os.environ, "PYTHONPATH": str(ROOT), "XLA_FLAGS": flags},
+        with (folder.parent / f"stderr{number}").open("w") as stderr:
+            started.append(
+                subprocess.Popen(
+                    [sys.executable, *program, "--config", str(file), "--workdir", str(folder)],
+                    cwd=ROOT,
+                    text=True,
+                    stdout=subprocess.DEVNULL,
+                    stderr=stderr,
+                    env={**os.environ, "PYTHONPATH": str(ROOT), "XLA_FLAGS": flags},
+                )
             )
-        )
     return started
 
 
