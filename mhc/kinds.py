@@ -66,12 +66,12 @@ class Kind:
 
 # The learned collapse belongs to every topology of streams; its parameters are the topology's, not a connection's.
 _HEAD = {
-    "head/fn": Parameter(("streams", "embed", "maps")),
+    "head/fn": Parameter(("streams", "stream_width", "maps")),
     "head/base": Parameter(("maps",)),
     "head/scale": Parameter(("maps",)),
 }
 _MANIFOLD = {
-    "phi": Parameter(("streams", "embed", "maps"), muon=((-3, -2), (-1,))),
+    "phi": Parameter(("streams", "stream_width", "maps"), muon=((-3, -2), (-1,))),
     "alpha": Parameter(("maps",)),
     "bias": Parameter(("maps",)),
 }
@@ -148,9 +148,9 @@ HC = Kind(
     collapses=("sum", "mean", "head"),
     options=("alpha", "dynamic", "tanh", "decay_dynamic"),
     parameters={
-        "w_pre": Parameter(("embed",), dynamic=True),
-        "w_post": Parameter(("embed",), dynamic=True),
-        "w_res": Parameter(("embed", "maps"), dynamic=True),
+        "w_pre": Parameter(("stream_width",), dynamic=True),
+        "w_post": Parameter(("stream_width",), dynamic=True),
+        "w_res": Parameter(("stream_width", "maps"), dynamic=True),
         "alpha": Parameter(("maps",)),
         "b_pre": Parameter(("maps",)),
         "b_post": Parameter(("maps",)),

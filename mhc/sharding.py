@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import functools
+import itertools
 import logging
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from mhc import kinds
 from mhc.config import MeshConfig
@@ -28,22 +30,25 @@ log = logging.getLogger(__name__)
 MESH_AXES = ("data", "fsdp", "tensor", "expert")
 BATCH_AXES = ("data", "fsdp", "expert")
 
-# Logical axis -> mesh axis. Streams are never split: every map needs all N of them.
-RULES: dict[str, str | None] = {
-    "vocab": "tensor",
-    "embed": "fsdp",
-    "heads": "tensor",
-    "kv_heads": "tensor",
-    "head_dim": None,
-    "mlp": "tensor",
-    "experts": "expert",
-    "latent": None,
-    "positions": None,
-    "streams": None,
-    "maps": None,
-    "layers": None,
-    "norm": None,
-    "window": None,
+# Logical axis -> mesh axes, the outermost first; none: whole on every device. Streams are never split: every map needs
+# all N of them. Weights that meet the streams' own width lie first as the streams do, over tensor, and each part over
+# fsdp: gathered over fsdp they are what a device multiplies its part of the streams by, and so are their gradients.
+RULES: dict[str, tuple[str, ...]] = {
+    "vocab": ("tensor",),
+    "embed": ("fsdp",),
+    "stream_width": ("tensor", "fsdp"),
+    "heads": ("tensor",),
+    "kv_heads": ("tensor",),
+    "head_dim": (),
+    "mlp": ("tensor",),
+    "experts": ("expert",),
+    "latent": (),
+    "positions": (),
+    "streams": (),
+    "maps": (),
+    "layers": (),
+    "norm": (),
+    "window": (),
 }
 
 # End of a parameter's path -> logical axes, without the leading `layers` of stacked blocks. Optimiser state repeats the
@@ -102,10 +107,11 @@ def check_rules(axes: tuple[str, ...]) -> None:
     for axis in axes:
         if axis not in RULES:
             raise ValueError(f"unknown logical axis {axis!r}; allowed: {', '.join(RULES)}")
-        mesh_axis = RULES[axis]
-        if mesh_axis is not None and mesh_axis in taken:
-            raise ValueError(f"logical axes {taken[mesh_axis]!r} and {axis!r} of one array both lie on {mesh_axis!r}")
-        if mesh_axis is not None:
+        for mesh_axis in RULES[axis]:
+            if mesh_axis in taken:
+                raise ValueError(
+                    f"logical axes {taken[mesh_axis]!r} and {axis!r} of one array both lie on {mesh_axis!r}"
+                )
             taken[mesh_axis] = axis
 
 
@@ -141,16 +147,23 @@ def path_of(key_path: tuple[Any, ...]) -> str:
     return "/".join(str(getattr(key, "key", getattr(key, "name", getattr(key, "idx", key)))) for key in key_path)
 
 
-def partition_spec(path: str, shape: tuple[int, ...], mesh: Mesh) -> PartitionSpec:
-    """Layout of one leaf. An axis that its mesh axis does not divide is kept whole on every device, and logged."""
-    spec: list[str | None] = []
+def partition_spec(path: str, shape: tuple[int, ...], mesh: Mesh | AbstractMesh) -> PartitionSpec:
+    """Layout of one leaf. An axis that its mesh axes do not divide is kept whole over those in the way, and logged."""
+    spec = []
     for axis, size in zip(logical_axes(path, len(shape)), shape, strict=True):
-        mesh_axis = RULES[axis]
-        if mesh_axis is not None and size % mesh.shape[mesh_axis]:
-            log.info("%s: axis %s of %d is not split over %s=%d", path, axis, size, mesh_axis, mesh.shape[mesh_axis])
-            mesh_axis = None
-        spec.append(mesh_axis)
+        split = _dividing(size, RULES[axis], mesh)
+        left = [f"{name}={mesh.shape[name]}" for name in RULES[axis] if name not in split]
+        if left:
+            log.info("%s: axis %s of %d is not split over %s", path, axis, size, ", ".join(left))
+        spec.append(split[0] if len(split) == 1 else split or None)
     return PartitionSpec(*spec)
+
+
+def _dividing(size: int, axes: tuple[str, ...], mesh: Mesh | AbstractMesh) -> tuple[str, ...]:
+    """Of ``axes`` all, or else those that split ``size`` into the most even parts."""
+    choices = [chosen for count in range(len(axes), -1, -1) for chosen in itertools.combinations(axes, count)]
+    parts = {chosen: math.prod(mesh.shape[axis] for axis in chosen) for chosen in choices}
+    return max((chosen for chosen in choices if size % parts[chosen] == 0), key=parts.__getitem__)
 
 
 def shardings(tree: Any, mesh: Mesh) -> Any:
@@ -248,7 +261,77 @@ def compiles_for_tpu() -> bool:
     return mesh is not None and mesh.devices.flat[0].platform == "tpu"
 
 
-def constrain_batch(x: jax.Array) -> jax.Array:
-    """``x`` [B, ...] with its rows split over the mesh of ``tracing_for``; unchanged without one."""
+def _width(width: int, mesh: Mesh) -> str | None:
+    """The mesh axis over which activations split a width of so many."""
+    return None if width % mesh.shape["tensor"] else "tensor"
+
+
+def _streams_spec(shape: tuple[int, ...], mesh: Mesh) -> PartitionSpec:
+    return PartitionSpec(BATCH_AXES, *(None,) * (len(shape) - 2), _width(shape[-1], mesh))
+
+
+def _constrained(x: jax.Array, spec: PartitionSpec, mesh: Mesh) -> jax.Array:
+    return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
+
+
+def _mesh_to_split() -> Mesh | None:
     mesh = _MESH.get()
-    return x if mesh is None or mesh.size == 1 else jax.lax.with_sharding_constraint(x, batch_sharding(mesh))
+    return None if mesh is None or mesh.size == 1 else mesh
+
+
+def constrain_batch(x: jax.Array) -> jax.Array:
+    """``x`` [B, ...] with its rows split over the mesh of ``tracing_for`` and all else whole; unchanged without one."""
+    mesh = _mesh_to_split()
+    return x if mesh is None else _constrained(x, PartitionSpec(BATCH_AXES), mesh)
+
+
+def constrain_streams(x: jax.Array) -> jax.Array:
+    """``x`` [B, T, ..., D], streams or one of them: rows over the batch axes, D over tensor, all between whole.
+
+    A connection then works on its part of D, and what devices exchange are the maps' logits: a few numbers a token.
+    """
+    mesh = _mesh_to_split()
+    return x if mesh is None else _constrained(x, _streams_spec(x.shape, mesh), mesh)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
+def _moved(x: jax.Array, to: PartitionSpec, back: PartitionSpec, mesh: Mesh) -> jax.Array:
+    """``x`` laid out as ``to``, its gradient as ``back``: a constraint alone would hold the gradient to ``to``."""
+    return _constrained(x, to, mesh)
+
+
+_moved.defvjp(
+    lambda x, to, back, mesh: (_constrained(x, to, mesh), None),
+    lambda to, back, mesh, _, g: (_constrained(g, back, mesh),),
+)
+
+
+def gather_width(u: jax.Array) -> jax.Array:
+    """What a sublayer is given, ``u`` [B, T, D]: D whole. Its gradient, a sum over tensor, is split as the streams."""
+    mesh = _mesh_to_split()
+    return u if mesh is None else _moved(u, PartitionSpec(BATCH_AXES), _streams_spec(u.shape, mesh), mesh)
+
+
+def split_width(y: jax.Array) -> jax.Array:
+    """What a sublayer gave, ``y`` [B, T, D], a sum over tensor: D split as the streams'. Its gradient is whole."""
+    mesh = _mesh_to_split()
+    return y if mesh is None else _moved(y, _streams_spec(y.shape, mesh), PartitionSpec(BATCH_AXES), mesh)
+
+
+def by_rows(function: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
+    """``function`` from [B, ...] to [B, ...], row by row, on each device's own rows of ``x``: for operations that the
+    compiler would run on all rows everywhere."""
+    mesh = _mesh_to_split()
+    if mesh is None or x.shape[0] % math.prod(mesh.shape[axis] for axis in BATCH_AXES):
+        return function(x)
+    rows = PartitionSpec(BATCH_AXES)
+    return jax.shard_map(function, mesh=mesh, in_specs=rows, out_specs=rows, check_vma=False)(x)
+
+
+def whole_rows(table: jax.Array, axis: str) -> jax.Array:
+    """A ``table`` [rows, D] from which tokens look up rows, rows as the logical ``axis`` lies and D whole: a D split
+    over fsdp, as the batch is, would give each device a part of every token, and gather all of them everywhere."""
+    mesh = _mesh_to_split()
+    if mesh is None:
+        return table
+    return _constrained(table, PartitionSpec(_dividing(table.shape[0], RULES[axis], mesh) or None, None), mesh)

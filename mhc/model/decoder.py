@@ -43,6 +43,16 @@ if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float, Int
 
 
+def _laid_out(state: State, of: tuple[int, ...]) -> State:
+    """The state of tokens x, whose shape is ``of`` [B, T, D], with its leaves [B, T, ..., D] as the mesh wants them."""
+
+    def place(leaf: jax.Array) -> jax.Array:
+        tokens = leaf.ndim >= 3 and leaf.shape[:2] == of[:2] and leaf.shape[-1] == of[2]
+        return sharding.constrain_streams(leaf) if tokens else leaf
+
+    return jax.tree.map(place, state)
+
+
 class SublayerView(NamedTuple):
     """What an observer sees of one sublayer."""
 
@@ -123,7 +133,7 @@ class Block(nnx.Module):
         ):
             u, maps = connection.read(state)
             y = run(u, *args)
-            state = connection.write(state, y, maps)
+            state = _laid_out(connection.write(state, y, maps), u.shape)
             if observe is not None:
                 seen.append(observe(SublayerView(topology, connection, maps, sublayer, args, u, y, state)))
         return state, Seen(tuple(seen), router)
@@ -132,9 +142,9 @@ class Block(nnx.Module):
         """(state, cache with the new tokens): as a call, with the past in the cache."""
         u, maps = self.attention_residual.read(state)
         y, cache = self.heads.extend(self.attention.before(u), context, cache)
-        state = self.attention_residual.write(state, self.attention.after(y), maps)
+        state = _laid_out(self.attention_residual.write(state, self.attention.after(y), maps), u.shape)
         u, maps = self.mlp_residual.read(state)
-        return self.mlp_residual.write(state, self.mlp(u), maps), cache
+        return _laid_out(self.mlp_residual.write(state, self.mlp(u), maps), u.shape), cache
 
 
 REMAT_POLICIES: dict[str, Any] = {
@@ -213,7 +223,7 @@ class Decoder(nnx.Module):
         dtype = jnp.dtype(self.config.model.dtype)
         x = self.embed(tokens, dtype)
         if self.config.positions.kind == "learned":
-            x = x + self.positions.table[...].astype(dtype)[positions]
+            x = x + sharding.whole_rows(self.positions.table[...].astype(dtype), "positions")[positions]
         elif self.config.positions.kind == "sinusoidal":
             x = x + sinusoidal(positions, self.config.model.width).astype(dtype)
         return self.embed_norm(x) if self.config.norm.embedding else x
@@ -238,15 +248,22 @@ class Decoder(nnx.Module):
         """
         config = self.config
         context = attention_context(config, tokens.shape, segment_ids, positions, prefix, self.bias_table)
-        state = self.residual.expand(sharding.constrain_batch(self.embed_tokens(tokens, context.positions)))
+        state = self._expand(self.embed_tokens(tokens, context.positions))
         seen: list[Seen] = []
         for blocks, first, count in self.stacks:
             state, one = self._run_stack(blocks, state, context, config.local_layers[first : first + count], observe)
             seen.append(one)
         observed = jax.tree.map(lambda *parts: jnp.concatenate(parts), *[one.observed for one in seen])
-        h = self.residual.collapse(state)
-        h = self.final_norm(h) if config.norm.final else h
+        h = self._collapse(state)
         return Hidden(h, _by_depth(observed), seen[-1].router)
+
+    def _expand(self, x: jax.Array) -> State:
+        return _laid_out(self.residual.expand(sharding.split_width(x)), x.shape)
+
+    def _collapse(self, state: State) -> jax.Array:
+        """Hidden states before the head."""
+        h = self.residual.collapse(state)
+        return sharding.gather_width(self.final_norm(h) if self.config.norm.final else h)
 
     def _run_stack(
         self,
@@ -365,13 +382,12 @@ class Decoder(nnx.Module):
             local: cache_context(self.config, cache, new, local, self.bias_table)
             for local in set(self.config.local_layers)
         }
-        state = self.residual.expand(sharding.constrain_batch(self.embed_tokens(tokens, new.positions)))
+        state = self._expand(self.embed_tokens(tokens, new.positions))
         layers = []
         for (blocks, run), kept in zip(self._cached_runs(), cache.layers, strict=True):
             state, kept = self._extend_run(blocks, run, state, contexts[run.local], kept)
             layers.append(kept)
-        h = self.residual.collapse(state)
-        h = self.final_norm(h) if self.config.norm.final else h
+        h = self._collapse(state)
         return h, dataclasses.replace(cache, lengths=new.lengths, prefix=new.prefix, layers=tuple(layers))
 
     def _cached_runs(self) -> list[tuple[Block, LayerRun]]:

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
+from mhc import sharding
 from mhc.config import GATED, Config
 from mhc.model.norms import make_norm
 from mhc.rng import PathKey
@@ -56,7 +57,7 @@ class Embedding(nnx.Module):
         self.table = kernel(config, key / "table", (config.vocab_size, d), d)
 
     def __call__(self, tokens: Int[Array, "B T"], dtype: jnp.dtype) -> Float[Array, "B T D"]:
-        x = self.table[...].astype(dtype)[tokens]
+        x = sharding.whole_rows(self.table[...].astype(dtype), "vocab")[tokens]
         return x if self.factor == 1.0 else x * jnp.asarray(self.factor, dtype)
 
 
@@ -122,7 +123,8 @@ class Mlp(nnx.Module):
 class Sublayer(nnx.Module):
     """F of the residual topologies: a core between its own norms, by norm.placement. The streams are never normalised.
 
-    pre: core(norm(u)); post: post_norm(core(u)); sandwich: post_norm(core(norm(u))).
+    pre: core(norm(u)); post: post_norm(core(u)); sandwich: post_norm(core(norm(u))). Over a mesh with tensor > 1, norms
+    see u and y split by width, as the streams are; the core is given the whole width and leaves a sum to be taken.
     """
 
     def __init__(self, config: Config, core: nnx.Module):
@@ -136,10 +138,11 @@ class Sublayer(nnx.Module):
 
     def before(self, u: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         """The core's input."""
-        return u if self.placement == "post" else self.norm(u)
+        return sharding.gather_width(u if self.placement == "post" else self.norm(u))
 
     def after(self, y: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         """F's output from the core's."""
+        y = sharding.split_width(y)
         return y if self.placement == "pre" else self.post_norm(y)
 
     def __call__(self, u: Float[Array, "B T D"], *args: object) -> Float[Array, "B T D"]:

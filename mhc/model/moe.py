@@ -30,7 +30,7 @@ def route(
     moe = config.moe
     scores = jax.nn.softmax(logits, axis=-1) if moe.score == "softmax" else jax.nn.sigmoid(logits)
     order = scores if bias is None else scores + bias
-    _, chosen = jax.lax.top_k(jax.lax.stop_gradient(order), moe.top_k)
+    chosen = sharding.by_rows(lambda order: jax.lax.top_k(order, moe.top_k)[1], jax.lax.stop_gradient(order))
     weights = jnp.take_along_axis(scores, chosen, axis=-1)
     if moe.normalize:
         weights = weights / (jnp.sum(weights, axis=-1, keepdims=True) + 1e-20)
@@ -89,22 +89,29 @@ def _sharded(config: Config, mesh: Mesh) -> Callable[..., jax.Array]:
     """``_dispatch`` with experts split over the mesh's expert axis and their width over tensor.
 
     The devices of an expert group see all of the group's tokens, add up what their experts give, and keep their own
-    rows of the sum: nothing is dropped, and no shape depends on the routing.
+    rows of the sum, and of the model's width their part: nothing is dropped, and no shape depends on the routing.
     """
     rows = PartitionSpec(sharding.BATCH_AXES, None, None)
-    width = "tensor" if config.expert_width % mesh.shape["tensor"] == 0 else None
+    tensor = mesh.shape["tensor"]
+    width = "tensor" if config.expert_width % tensor == 0 else None
+    # The sum over tensor is left in parts, as the streams are: its transpose gathers where that of a whole one adds.
+    part = width if config.model.width % tensor == 0 else None
     layout = {"up": PartitionSpec("expert", None, width), "down": PartitionSpec("expert", width, None)}
     if config.mlp.kind in GATED:
         layout["gate"] = layout["up"]
 
-    @functools.partial(jax.shard_map, mesh=mesh, in_specs=(rows, rows, rows, layout), out_specs=rows, check_vma=False)
+    to = PartitionSpec(sharding.BATCH_AXES, None, part)
+
+    @functools.partial(jax.shard_map, mesh=mesh, in_specs=(rows, rows, rows, layout), out_specs=to, check_vma=False)
     def run(x: jax.Array, chosen: jax.Array, weights: jax.Array, matrices: dict[str, jax.Array]) -> jax.Array:
         split = mesh.shape["expert"] > 1
         if split:
             x, chosen, weights = (jax.lax.all_gather(a, "expert", axis=0, tiled=True) for a in (x, chosen, weights))
         first = jax.lax.axis_index("expert") * matrices["down"].shape[0]
         y = _dispatch(config, x, chosen, weights, matrices, first)
-        if width is not None and mesh.shape["tensor"] > 1:
+        if part is not None and tensor > 1:
+            y = jax.lax.psum_scatter(y, "tensor", scatter_dimension=2, tiled=True)
+        elif width is not None and tensor > 1:
             y = jax.lax.psum(y, "tensor")
         return jax.lax.psum_scatter(y, "expert", scatter_dimension=0, tiled=True) if split else y
 
