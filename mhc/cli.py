@@ -141,6 +141,8 @@ def check_writable(folder: str, option: str = "--workdir") -> Path:
     """The path of a folder that is there or can be made; makes nothing. Raises UserError where it cannot be written."""
     if not folder:
         raise UserError(f"{option}: given '', allowed: the path of a folder, e.g. runs/a")
+    if "://" in folder:  # Path would make a local folder of that name, and a run there would be lost with the machine
+        raise UserError(f"{option} {folder}: a URL, allowed: the path of a folder; a bucket has to be mounted")
     path = Path(folder)
     parent = path
     while not parent.exists():

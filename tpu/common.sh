@@ -10,6 +10,7 @@ PROGRAM=$(basename "$0")
 OVERRIDES=()    # --config.GROUP.FIELD=VALUE, verbatim
 CREATE_FLAGS=() # further flags of gcloud ... create
 CONNECT_FLAGS=() # further flags of gcloud ... ssh and scp
+MOUNT=/runs # of --claim, in a pod, as in mhc/grid/gke.py
 
 # --------------------------------------------------------------------------------------------------------- messages
 
@@ -64,7 +65,7 @@ describe() {
     connect_flag) KIND=list DEFAULT='' MEANING="a further flag of gcloud's ssh and scp, such as --connect_flag=--internal-ip; may be repeated" ;;
     commit) KIND=value DEFAULT=HEAD MEANING="commit of the project that the workers have" ;;
     repo) KIND=value DEFAULT='' MEANING="URL to clone on the workers (default: this checkout is copied to them)" ;;
-    workdir) KIND=value DEFAULT='' MEANING="folder of the run, gs://BUCKET/PATH" ;;
+    workdir) KIND=value DEFAULT='' MEANING="folder of the run: gs://BUCKET/PATH, or the path of a folder that all workers share" ;;
     config) KIND=value DEFAULT='' MEANING="config file in the project, such as configs/paper_27b.py" ;;
     tries) KIND=value DEFAULT=10 MEANING="times that the command is started before a crash is final" ;;
     backoff) KIND=value DEFAULT=30 MEANING="seconds before the second try; doubles with each, up to 480" ;;
@@ -78,6 +79,7 @@ describe() {
     no_follow) KIND=flag DEFAULT='' MEANING="show the state and the last lines, and end" ;;
     cluster) KIND=value DEFAULT='' MEANING="GKE cluster" ;;
     namespace) KIND=value DEFAULT=default MEANING="Kubernetes namespace" ;;
+    claim) KIND=value DEFAULT='' MEANING="PersistentVolumeClaim to mount at $MOUNT, for a --workdir there" ;;
     image) KIND=value DEFAULT='' MEANING="container image with the project in its working directory" ;;
     service_account) KIND=value DEFAULT='' MEANING="Kubernetes service account that may write to the workdir" ;;
     chips_per_host) KIND=value DEFAULT='' MEANING="chips of a node (default: 4, or all of a smaller slice)" ;;
@@ -331,8 +333,14 @@ check_config() { # --config has to be in the commit, since workers see nothing e
 
 check_workdir() {
     required workdir
-    [[ $OPT_workdir =~ ^gs://[^/]+/.+ ]] || mistake "--workdir: given '$OPT_workdir', allowed: gs://BUCKET/PATH"
-    OPT_workdir=${OPT_workdir%/}
+    case $OPT_workdir in
+    gs:///*) ;;
+    gs://?*/?* | /?*)
+        OPT_workdir=${OPT_workdir%/}
+        return
+        ;;
+    esac
+    mistake "--workdir: given '$OPT_workdir', allowed: gs://BUCKET/PATH, or an absolute path that all workers share"
 }
 
 training() { # sets TRAIN, the command that trains
@@ -362,13 +370,21 @@ start_workers() { # the training command on all workers, detached, under the sup
     run "${CMD[@]}"
 }
 
+# The run's summary.json, which says how it ended.
+summary_command() {
+    case $OPT_workdir in
+    gs://*) CMD=(gcloud storage cat "$OPT_workdir/summary.json" "--project=$OPT_project") ;;
+    *) ssh_command 0 "cat $(quote "$OPT_workdir/summary.json")" ;;
+    esac
+}
+
 # Lines "mhc-worker: STATE ..." of all workers; see worker.sh.
 status_command() { ssh_command all "$WORKER status 2>/dev/null || echo mhc-worker: empty"; }
 
 # -------------------------------------------------------------------------------------------------------------- GKE
 
 # Options of a JobSet's text.
-MANIFEST_OPTIONS="name namespace image topology slices chips_per_host spot workdir config service_account restarts grace host_network"
+MANIFEST_OPTIONS="name namespace image topology slices chips_per_host spot workdir claim config service_account restarts grace host_network"
 
 manifest_options() { # check them; sets TRAIN, HOSTS and PER_HOST (chips), and MANIFEST_ARGUMENTS, which say the same
     local option variable
@@ -378,6 +394,11 @@ manifest_options() { # check them; sets TRAIN, HOSTS and PER_HOST (chips), and M
     number 0 restarts grace
     slice
     check_workdir
+    case $OPT_workdir,$OPT_claim in
+    gs://*, | "$MOUNT"/*,?*) ;;
+    gs://*) mistake "--claim: given with --workdir $OPT_workdir, allowed: with a --workdir in $MOUNT" ;;
+    *) mistake "--workdir: given '$OPT_workdir', allowed: gs://BUCKET/PATH, or $MOUNT/PATH with --claim" ;;
+    esac
     training
     if [ -n "$OPT_chips_per_host" ]; then
         number 1 chips_per_host

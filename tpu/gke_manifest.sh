@@ -100,3 +100,14 @@ $(list 20 bash tpu/worker.sh pod --workdir "$OPT_workdir" -- "${TRAIN[@]}")
                     limits:
                       google.com/tpu: $PER_HOST
 YAML
+if [ -n "$OPT_claim" ]; then
+    cat <<YAML
+                  volumeMounts:
+                    - name: runs
+                      mountPath: $MOUNT
+              volumes:
+                - name: runs
+                  persistentVolumeClaim:
+                    claimName: $(text "$OPT_claim")
+YAML
+fi

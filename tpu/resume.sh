@@ -17,7 +17,6 @@ create_command
 check_config
 check_workdir
 training
-summary=(gcloud storage cat "$OPT_workdir/summary.json" "--project=$OPT_project")
 
 if [ -n "$OPT_dry_run" ]; then
     list_command && run "${CMD[@]}"
@@ -26,7 +25,7 @@ if [ -n "$OPT_dry_run" ]; then
     install_workers
     status_command && run "${CMD[@]}"
     start_workers
-    run "${summary[@]}"
+    summary_command && run "${CMD[@]}"
     run sleep "$OPT_poll"
     exit 0
 fi
@@ -147,7 +146,8 @@ while :; do
         *) continue ;;
         esac
     else
-        attempt capture "${summary[@]}" || continue
+        summary_command
+        attempt capture "${CMD[@]}" || continue
         reason=$(printf '%s\n' "$OUTPUT" | sed -n 's/.*"exit_reason": *"\([a-z]*\)".*/\1/p')
         if [ "$reason" = finished ]; then finish 0 "finished"; fi
         # Saved on a SIGTERM that nobody asked for: a preemption whose state comes later, or a machine's maintenance.
