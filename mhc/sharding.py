@@ -1,12 +1,14 @@
 """How arrays are laid out over the mesh: the one file that knows.
 
-Axes of the mesh: ``data`` (replicas), ``fsdp`` (parameters and optimiser state in shards), ``tensor`` (heads,
-feed-forward columns, vocabulary), ``expert``. The batch is split over data, fsdp and expert. A parameter's axes have
-logical names, found by its path; a rule says on which mesh axis a logical axis lies.
+Axes of the mesh: ``data`` (replicas; may span slices), ``fsdp`` (parameters and optimiser state in shards), ``tensor``
+(heads, feed-forward columns, vocabulary, and the width of streams between sublayers), ``expert``. The batch is split
+over data, fsdp and expert; sequences and the streams of a token never are. A parameter's axes have logical names, found
+by its path; a rule says on which mesh axes a logical axis lies.
 """
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import contextvars
 import functools
@@ -19,6 +21,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.experimental import mesh_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from mhc import kinds
@@ -82,8 +85,11 @@ PARAMETER_AXES: tuple[tuple[str, tuple[str, ...]], ...] = (
 def make_mesh(config: MeshConfig, devices: list[jax.Device] | None = None) -> Mesh:
     """The mesh over all devices, axes of type Auto. One axis may be -1: what the others leave.
 
+    Devices of several slices, joined by a slower network, are parts of ``data``: what they exchange is gradients, once
+    a step.
+
     Raises:
-      UserError: the axes do not multiply to the number of devices.
+      UserError: the axes do not multiply to the number of devices, or data not to that of slices.
     """
     devices = jax.devices() if devices is None else devices
     sizes = {axis: getattr(config, axis) for axis in MESH_AXES}
@@ -94,7 +100,24 @@ def make_mesh(config: MeshConfig, devices: list[jax.Device] | None = None) -> Me
         raise UserError(f"mesh: {wanted} does not fit {len(devices)} devices; their product must be {len(devices)}")
     for axis in open_axes:
         sizes[axis] = len(devices) // fixed
-    return jax.make_mesh(tuple(sizes.values()), MESH_AXES, axis_types=(AxisType.Auto,) * 4, devices=devices)
+    return Mesh(_arranged(tuple(sizes.values()), devices), MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
+
+
+def _arranged(shape: tuple[int, ...], devices: list[jax.Device]) -> np.ndarray:
+    if devices[0].platform in ("cpu", "gpu"):
+        # To jax their hosts are slices as well, but any axis may span hosts: one follows another.
+        return np.array(sorted(devices, key=lambda device: device.id), dtype=object).reshape(shape)
+    slices = collections.Counter(getattr(device, "slice_index", 0) for device in devices)
+    if len(set(slices.values())) > 1:
+        raise UserError(f"mesh: slices of {', '.join(map(str, slices.values()))} devices; allowed: slices of one size")
+    number, (data, *within) = len(slices), shape
+    if data % number:
+        raise UserError(f"mesh.data: {data} over {number} slices of devices; allowed: a multiple of {number}")
+    if number == 1:
+        return mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
+    return mesh_utils.create_hybrid_device_mesh(
+        (data // number, *within), (number, 1, 1, 1), devices, allow_split_physical_axes=True
+    )
 
 
 def check_rules(axes: tuple[str, ...]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from typing import Any
 
@@ -37,7 +38,8 @@ def demo_specs(kind: str, mesh: jax.sharding.Mesh) -> dict[str, P]:
 
 # Golden: the layout of configs/demo.py over data 2 x fsdp 2 x tensor 2 x expert 1, written by hand from the rules:
 # width over fsdp, that of maps over tensor first; vocabulary, heads and feed-forward columns over tensor; layers, head
-# size, streams, maps and norms whole. It may change with the rules of mhc.sharding, by decision, never to make this test pass.
+# size, streams, maps and norms whole. It may change with the rules of mhc.sharding, by decision, never to make this
+# test pass.
 SHARED = {
     "embed/table": P("tensor", "fsdp"),
     "head/kernel": P("fsdp", "tensor"),
@@ -183,6 +185,56 @@ def test_a_mesh_that_does_not_fit_is_one_line(axes):
     assert "\n" not in str(refused.value)
     for axis, size in axes.items():
         assert f"{axis} {size}" in str(refused.value)
+
+
+@dataclasses.dataclass(frozen=True)
+class FakeDevice:
+    """What of a device decides where it comes in a mesh."""
+
+    id: int
+    slice_index: int
+    platform: str = "fake"
+    process_index: int = 0
+    device_kind: str = "fake"
+
+
+def fake_slices(*sizes: int, platform: str = "fake") -> list[Any]:
+    """Slices of so many devices, not in order."""
+    numbers = [number for number, size in enumerate(sizes) for _ in range(size)]
+    devices = [FakeDevice(id, number, platform) for id, number in enumerate(numbers)]
+    return devices[::2] + devices[1::2]
+
+
+@pytest.mark.parametrize("slices", [2, 4])
+def test_slices_are_parts_of_data(slices):
+    """All that communicates within a layer stays in a slice: one place on data sees one slice, data goes over them."""
+    devices = fake_slices(*(16 // slices,) * slices)
+    made = make_mesh(MeshConfig(data=4, fsdp=2, tensor=2), devices)
+    assert dict(made.shape) == {"data": 4, "fsdp": 2, "tensor": 2, "expert": 1}
+    assert sorted(device.id for device in made.devices.flat) == list(range(16))
+    found = [{device.slice_index for device in part.flat} for part in made.devices]
+    assert found == [{data * slices // 4} for data in range(4)]
+
+
+@pytest.mark.parametrize("axes", [{"data": 1, "fsdp": 4, "tensor": 2}, {"data": 2, "fsdp": 4}])
+def test_any_axis_may_span_hosts(axes):
+    """To jax a host of GPUs is a slice."""
+    made = make_mesh(MeshConfig(**axes), fake_slices(4, 4, platform="gpu"))
+    assert [device.id for device in made.devices.flat] == list(range(8))
+    assert {device.id for device in make_mesh(MeshConfig(**axes), fake_slices(8)).devices.flat} == set(range(8))
+
+
+@pytest.mark.parametrize(
+    ("axes", "slices", "message"),
+    [
+        ({"data": 1, "fsdp": 8}, (4, 4), "mesh.data: 1 over 2 slices of devices; allowed: a multiple of 2"),
+        ({"data": 3, "fsdp": 4}, (6, 6), "mesh.data: 3 over 2 slices of devices; allowed: a multiple of 2"),
+        ({"data": 2, "fsdp": 4}, (6, 2), "mesh: slices of 6, 2 devices; allowed: slices of one size"),
+    ],
+)
+def test_slices_that_data_cannot_span_are_one_line(axes, slices, message):
+    with pytest.raises(UserError, match=f"^{message}$"):
+        make_mesh(MeshConfig(**axes), fake_slices(*slices))
 
 
 def test_rows_that_cannot_be_shared_are_refused(mesh):
