@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import signal
+import socket
 import sys
 from collections.abc import Iterator
 from types import FrameType
@@ -32,13 +34,25 @@ _SIGNS_OF_LOSS = ("gloo", "nccl", "connection", "unavailable", "deadline_exceede
 def initialize(config: DistributedConfig) -> None:
     """Join the run's other processes. Before jax's first use of a device; with ``cluster=none`` nothing happens.
 
+    Where they do not find each other within ``start_timeout``, jax.distributed ends the process with its own message.
+
     Raises:
-      UserError: the environment names no cluster, or the processes did not find each other in time.
+      UserError: the environment names no cluster, or the coordinator's host is unknown.
     """
     if config.cluster == "none":
         return
     given: dict[str, Any] = {}
     if config.cluster == "address":
+        assert config.coordinator is not None  # the config sees to it
+        host = config.coordinator.rpartition(":")[0]
+        try:
+            socket.getaddrinfo(host.strip("[]"), None)
+        except OSError as error:
+            raise UserError(f"distributed.coordinator: host {host} is unknown: {error.strerror}") from None
+        sys.stderr.write(
+            f"process {config.process_id} of {config.processes}: joining the others at {config.coordinator}, "
+            f"for at most {config.start_timeout} s\n"
+        )
         given = {
             "coordinator_address": config.coordinator,
             "num_processes": config.processes,
@@ -47,6 +61,8 @@ def initialize(config: DistributedConfig) -> None:
         }
     elif config.cluster != "auto":
         given = {"cluster_detection_method": config.cluster}
+    # What jax says of a cluster that is not there is said below, in one line.
+    logging.getLogger("jax._src.clusters.cluster").setLevel(logging.CRITICAL)
     try:
         jax.distributed.initialize(
             **given,
@@ -55,15 +71,10 @@ def initialize(config: DistributedConfig) -> None:
             shutdown_timeout_seconds=config.timeout,
         )
     except (ValueError, TypeError, KeyError) as error:
+        missing = f"{error} is not set" if isinstance(error, KeyError) else str(error).rstrip(".")
         raise UserError(
-            f"distributed.cluster={config.cluster}: the environment says too little: {error}; "
-            "distributed.cluster=address takes coordinator, processes and process_id"
-        ) from None
-    except RuntimeError as error:
-        first = str(error).splitlines()[0]
-        raise UserError(
-            f"distributed.cluster={config.cluster}: the processes did not find each other "
-            f"within distributed.start_timeout={config.start_timeout} s: {first}"
+            f"distributed.cluster: given {config.cluster!r}, but the environment does not describe such a cluster "
+            f"({missing}); allowed: none, or address with coordinator, processes and process_id"
         ) from None
 
 

@@ -80,7 +80,8 @@ def start(
 def said(folder: Path, number: int) -> str:
     """What a process wrote to stderr, without what the runtime tells of itself."""
     text = (folder.parent / f"stderr{number}").read_text()
-    return "\n".join(line for line in text.splitlines() if not re.match(r"\[Gloo\]|[WI]\d{4} ", line))
+    runtime = r"\[Gloo\]|[WI]\d{4} |process \d of 2: joining"
+    return "\n".join(line for line in text.splitlines() if not re.match(runtime, line))
 
 
 def ends(processes: Sequence[subprocess.Popen[str]], seconds: float = START) -> list[int]:
