@@ -121,7 +121,12 @@ def test_several_processes_stop_when_the_service_says_so(monkeypatch):
     """Polled with a count that all share; an interrupt becomes the notice that tells the others."""
     asked: list[int] = []
     monkeypatch.setattr(jax, "process_count", lambda: 2)
-    monkeypatch.setattr(multihost_utils, "reached_preemption_sync_point", lambda n: asked.append(n) or n == 3)
+
+    def reached(count: int) -> bool:
+        asked.append(count)
+        return count == 3
+
+    monkeypatch.setattr(multihost_utils, "reached_preemption_sync_point", reached)
     notices: list[int] = []
     before = signal.signal(signal.SIGTERM, lambda number, frame: notices.append(number))
     try:
