@@ -96,7 +96,9 @@ def _sharded(config: Config, mesh: Mesh) -> Callable[..., jax.Array]:
     width = "tensor" if config.expert_width % tensor == 0 else None
     # The sum over tensor is left in parts, as the streams are: its transpose gathers where that of a whole one adds.
     part = width if config.model.width % tensor == 0 else None
-    layout = {"up": PartitionSpec("expert", None, width), "down": PartitionSpec("expert", width, None)}
+    # Weights come as they lie, D over fsdp, and are gathered inside: their gradients are added up and scattered in one.
+    fsdp = "fsdp" if config.model.width % mesh.shape["fsdp"] == 0 else None
+    layout = {"up": PartitionSpec("expert", fsdp, width), "down": PartitionSpec("expert", width, fsdp)}
     if config.mlp.kind in GATED:
         layout["gate"] = layout["up"]
 
@@ -107,6 +109,11 @@ def _sharded(config: Config, mesh: Mesh) -> Callable[..., jax.Array]:
         split = mesh.shape["expert"] > 1
         if split:
             x, chosen, weights = (jax.lax.all_gather(a, "expert", axis=0, tiled=True) for a in (x, chosen, weights))
+        if fsdp is not None and mesh.shape["fsdp"] > 1:
+            matrices = {
+                name: jax.lax.all_gather(w, "fsdp", axis=layout[name].index("fsdp"), tiled=True)
+                for name, w in matrices.items()
+            }
         first = jax.lax.axis_index("expert") * matrices["down"].shape[0]
         y = _dispatch(config, x, chosen, weights, matrices, first)
         if part is not None and tensor > 1:

@@ -43,6 +43,7 @@ class _Options(NamedTuple):
     softcap: float | None
     z_loss: float
     columns: int  # V padded to what the mesh divides
+    split: bool = False  # the weight is a device's part of D over fsdp
 
 
 def _sums(options: _Options, h: jax.Array, weight: jax.Array, targets: jax.Array, weights: jax.Array) -> LossSums:
@@ -77,6 +78,12 @@ def _chunks(chunk: int, *arrays: jax.Array) -> tuple[jax.Array, ...]:
     return tuple(jnp.moveaxis(a.reshape(a.shape[0], a.shape[1] // chunk, chunk, *a.shape[2:]), 1, 0) for a in arrays)
 
 
+def _whole(options: _Options, h: jax.Array, weight: jax.Array) -> jax.Array:
+    """The weight as the chunks multiply with it: in the dtype of ``h``, which is what devices exchange, and whole."""
+    weight = weight.astype(h.dtype)
+    return jax.lax.all_gather(weight, "fsdp", axis=int(options.tied), tiled=True) if options.split else weight
+
+
 def _start() -> LossSums:
     zero = jnp.zeros((), jnp.float32)
     return LossSums(zero, zero, zero, zero, jnp.full((), -jnp.inf))
@@ -87,6 +94,7 @@ def _chunked(
     options: _Options, chunk: int, h: jax.Array, weight: jax.Array, targets: jax.Array, weights: jax.Array
 ) -> LossSums:
     """``_sums`` chunk by chunk. Only ``objective`` has a gradient."""
+    weight = _whole(options, h, weight)
 
     def one(sums: LossSums, part: tuple[jax.Array, ...]) -> tuple[LossSums, None]:
         return sums.join(_sums(options, part[0], weight, *part[1:])), None
@@ -109,11 +117,14 @@ def _chunked_forward(
             found = _sums(options, h, weight, targets, weights)
             return found.objective, found
 
-        (_, found), (to_h, more) = jax.value_and_grad(objective, argnums=(0, 1), has_aux=True)(h, weight)
-        return (sums.join(found), to_weight + more), to_h
+        (_, found), (to_h, more) = jax.value_and_grad(objective, argnums=(0, 1), has_aux=True)(h, whole)
+        return (sums.join(found), to_weight + more.astype(to_weight.dtype)), to_h
 
-    start = (_start(), jnp.zeros_like(weight))
+    whole = _whole(options, h, weight)
+    start = (_start(), jnp.zeros(whole.shape, weight.dtype))
     (sums, to_weight), to_h = jax.lax.scan(one, start, _chunks(chunk, h, targets, weights))
+    if options.split:
+        to_weight = jax.lax.psum_scatter(to_weight, "fsdp", scatter_dimension=int(options.tied), tiled=True)
     return sums, (jnp.moveaxis(to_h, 0, 1).reshape(h.shape), to_weight)
 
 
@@ -158,12 +169,17 @@ def cross_entropy(
         return _chunked(options, chunk, h, weight, targets, weights)
 
     batch, whole = PartitionSpec(sharding.BATCH_AXES), PartitionSpec()
+    # The weight comes as it lies, D over fsdp: its gradient is then added up and scattered in one.
+    part = whole
+    if config.model.width % mesh.shape["fsdp"] == 0:
+        options = options._replace(split=mesh.shape["fsdp"] > 1)
+        part = PartitionSpec(None, "fsdp") if config.head.tied else PartitionSpec("fsdp")
 
     @functools.partial(
         jax.shard_map,
         mesh=mesh,
         axis_names=frozenset(sharding.BATCH_AXES),
-        in_specs=(batch, whole, batch, batch),
+        in_specs=(batch, part, batch, batch),
         out_specs=whole,
         check_vma=False,
     )
