@@ -26,6 +26,7 @@ FLOORS = {
     "mhc.model": 4,
     "mhc.data": 4,
     "mhc.sharding": 4,
+    "mhc.distributed": 4,
     "mhc.monitor": 5,
     "mhc.monitor.probes": 6,
     "mhc.train": 6,
