@@ -33,6 +33,7 @@ fi
 note() { say "$(date -u +%Y-%m-%dT%H:%M:%SZ) $OPT_name: $*"; }
 
 restarts=0 failures=0
+gone=''    # the slice is to be created anew: counted once, though deleting it may take several tries
 there=''   # the slice has been seen: if it vanishes, somebody deleted it
 started='' # the run has been started or seen running by this loop: if it has ended, this is its end
 
@@ -76,15 +77,41 @@ capture() { # sets OUTPUT
     OUTPUT=$("$@")
 }
 
-state_in_list() { printf '%s\n' "$OUTPUT" | sed -n "s/^${OPT_name}[[:space:]][[:space:]]*//p"; }
+state_in_list() { # sets STATE: of the slice in the list; nothing where it is not there
+    local name state
+    STATE=''
+    while read -r name state; do
+        if [ "$name" = "$OPT_name" ]; then STATE=$state; fi
+    done <<<"$OUTPUT"
+}
 
-no_answer() { return 1; }
+count_workers() { # sets how many there are, by what they say
+    local line
+    ALL=0 EMPTY=0 ABSENT=0 RUNNING=0 STRANGE=0 ASKED=0 MISTAKEN=0 HALTED=0 CRASHED=0
+    while read -r line; do
+        case $line in
+        mhc-worker:*) ALL=$((ALL + 1)) ;;
+        esac
+        case $line in
+        "mhc-worker: empty") EMPTY=$((EMPTY + 1)) ;;
+        "mhc-worker: absent") ABSENT=$((ABSENT + 1)) ;;
+        "mhc-worker: running $KEY") RUNNING=$((RUNNING + 1)) ;;
+        "mhc-worker: running "*) STRANGE=$((STRANGE + 1)) ;;
+        "mhc-worker: ended "*" asked") ASKED=$((ASKED + 1)) ;;
+        "mhc-worker: ended "*" 0") ;;
+        "mhc-worker: ended "*" 2") MISTAKEN=$((MISTAKEN + 1)) ;;
+        "mhc-worker: ended "*" 3") HALTED=$((HALTED + 1)) ;;
+        "mhc-worker: ended "*) CRASHED=$((CRASHED + 1)) ;;
+        esac
+    done <<<"$OUTPUT"
+    [ "$ALL" -gt 0 ]
+}
 
 while :; do
     list_command
     attempt capture "${CMD[@]}" || continue
-    state=$(state_in_list)
-    case $state in
+    state_in_list
+    case $STATE in
     '')
         [ -z "$there" ] || die "the slice was deleted by somebody else; call again to create it"
         create_command
@@ -95,15 +122,16 @@ while :; do
         ;;
     READY | ACTIVE) there=yes ;;
     PREEMPTED | TERMINATED | FAILED | SUSPENDED)
-        again "slice is $state: it is created anew"
+        [ -n "$gone" ] || again "slice is $STATE: it is created anew"
+        gone=yes
         delete_command
         attempt "${CMD[@]}" || continue
-        there=''
+        there='' gone=''
         continue
         ;;
     STOPPED) die "the slice is STOPPED, which somebody asked for: start it or delete it, then call again" ;;
     *) # CREATING, WAITING_FOR_RESOURCES, SUSPENDING, REPAIRING, ...
-        note "slice is $state"
+        note "slice is $STATE"
         there=yes failures=0
         sleep "$OPT_poll"
         continue
@@ -112,36 +140,36 @@ while :; do
 
     status_command
     attempt capture "${CMD[@]}" || continue
-    workers=$(printf '%s\n' "$OUTPUT" | sed -n 's/.*mhc-worker: *//p' | sort -u)
-    if [ -z "$workers" ]; then attempt no_answer || continue; fi
+    attempt count_workers || continue
     failures=0
-    if printf '%s\n' "$workers" | grep -q '^empty'; then
+    if [ "$EMPTY" -gt 0 ]; then
         note "installing ${COMMIT:0:12}"
         attempt install_workers || continue
         attempt start_workers || continue
         started=yes
-    elif printf '%s\n' "$workers" | grep '^running' | grep -qv "^running $KEY\$"; then
+    elif [ "$STRANGE" -gt 0 ]; then
         die "another run holds this slice: stop it first, or take another --name"
-    elif printf '%s\n' "$workers" | grep -q '^absent' || { [ -z "$started" ] && ! printf '%s\n' "$workers" | grep -q '^running'; }; then
+    elif [ "$ABSENT" -gt 0 ] || { [ -z "$started" ] && [ "$RUNNING" = 0 ]; }; then
         # A worker that has rebooted, or an end from before this loop: those that run are left alone by a start.
         [ -z "$started" ] || again "a worker has no run"
         attempt start_workers || continue
         started=yes
-    elif printf '%s\n' "$workers" | grep -q '^running'; then
+    elif [ "$RUNNING" -gt 0 ]; then
         started=yes
-    elif printf '%s\n' "$workers" | grep -q ' asked$'; then
+    elif [ "$ASKED" -gt 0 ]; then
         note "stopped, as asked; the same command continues it"
         exit 0
-    elif printf '%s\n' "$workers" | grep -q " 2\$"; then
+    elif [ "$MISTAKEN" -gt 0 ]; then
         finish 2 "train.py found a mistake of the user's, see the log: not started again"
-    elif printf '%s\n' "$workers" | grep -q " 3\$"; then
+    elif [ "$HALTED" -gt 0 ]; then
         finish 3 "the guard halted the run, see events.jsonl: not started again"
-    elif printf '%s\n' "$workers" | grep -qv " 0\$"; then
+    elif [ "$CRASHED" -gt 0 ]; then
         # Hosts whose peers are preempted crash too, and the slice's state may come later.
         sleep "$OPT_poll"
         list_command
         attempt capture "${CMD[@]}" || continue
-        case $(state_in_list) in
+        state_in_list
+        case $STATE in
         READY | ACTIVE) finish 1 "crashed $OPT_tries times, see the log: not started again" ;;
         *) continue ;;
         esac

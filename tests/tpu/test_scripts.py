@@ -68,6 +68,7 @@ case "$*" in
     ;;
 *summary.json*) printf '{\n  "steps": 3,\n  "exit_reason": "%s"\n}\n' "$(answer summaries)" ;;
 *" create "*) exit "$(answer creates)" ;;
+*" delete "*) exit "$(answer deletes)" ;;
 esac
 """
 
@@ -142,7 +143,8 @@ def make_world(repository: tuple[Path, str], folder: Path) -> World:
     for name in ("gcloud", "kubectl"):
         (tools / name).write_text(GCLOUD)
         (tools / name).chmod(0o755)
-    (stub / "creates").write_text("0\n")
+    for name in ("creates", "deletes"):
+        (stub / name).write_text("0\n")
     environment = {
         "PATH": str(tools),
         "HOME": str(home),
@@ -364,7 +366,7 @@ words = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\n\
 AWKWARD = """a'b "c" $HOME `id` $(id) \\ \\' ; & | > < * ? [x] {a,b} ~ ! # %USER% & = é \t end """
 
 
-@settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=8, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.one_of(words, st.just(AWKWARD)), min_size=1, max_size=3))
 def test_overrides_survive_every_shell_on_their_way(still: World, values: list[str]) -> None:
     overrides = [f"--config.x.y{number}={value}" for number, value in enumerate(values)]
@@ -381,7 +383,7 @@ def test_overrides_survive_every_shell_on_their_way(still: World, values: list[s
         assert shown.decode().split("\0")[:-1] == seen
 
 
-@settings(max_examples=6, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=5, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.one_of(words, st.just(AWKWARD)), min_size=1, max_size=3))
 def test_overrides_survive_the_manifest(still: World, values: list[str]) -> None:
     printable = ["".join(c for c in value if c == "\t" or c.isprintable()) for value in values]
@@ -610,6 +612,17 @@ def test_restarts_are_bounded(world: World) -> None:
     assert world.calls("create") == ["create"] * 3
 
 
+def test_a_delete_that_fails_at_first_is_one_restart(world: World) -> None:
+    world.answers(
+        states="READY|PREEMPTED|PREEMPTED|PREEMPTED|ABSENT|READY|READY",
+        deletes="1|1|0",
+        workers="empty|empty|ended KEY 0",
+        summaries="finished",
+    )
+    assert world.run("resume.sh", *LOOP, "--max_restarts=1").returncode == 0
+    assert world.calls("create", "delete") == ["delete", "delete", "delete", "create"]
+
+
 def test_failures_in_a_row_are_bounded(world: World) -> None:
     world.answers(states="ABSENT|ABSENT|ERROR", creates="1")  # that a list answers is no progress
     done = world.run("resume.sh", *LOOP, "--max_failures=3")
@@ -664,6 +677,11 @@ class Worker:
     def settled(self) -> str:
         """The status, once nothing runs."""
         return until(lambda: None if (said := self("status")).startswith("running") else said)
+
+    def processes(self) -> tuple[int, int]:
+        """Those of the command, once it has said that it is ready, and of its supervisor."""
+        pid = until(lambda: int((self.state / "pid").read_text()) if "\nready\n" in self.log() else None)
+        return pid, int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
     def log(self) -> str:
         """All that the command and the supervisor printed."""
@@ -734,19 +752,29 @@ def test_stop_between_two_tries_ends_the_tries(worker: Worker) -> None:
 
 def test_a_machine_that_goes_down_has_no_end(worker: Worker) -> None:
     """Supervisor and command are both told; nothing is passed on, and nothing counts as the run's end."""
-    worker.start("trap 'echo saved; exit 0' TERM; echo ready; while :; do sleep 0.02; done")
-    pid = until(lambda: int((worker.state / "pid").read_text()) if "ready" in worker.log() else None)
-    supervisor = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-    os.kill(supervisor, signal.SIGTERM)
+    worker.start(SAVES)
+    pid, supervisor = worker.processes()
+    for _ in range(5):  # each interrupts the supervisor's waiting
+        os.kill(supervisor, signal.SIGTERM)
+        time.sleep(0.02)
     os.kill(pid, signal.SIGTERM)
     assert worker.settled() == "absent"
-    assert worker.log().count("\nsaved\n") == 1
+    assert worker.log().count("\nsaved\n") == worker.log().count(" exit code 0\n") == 1
+
+
+def test_a_crash_after_stop_is_not_tried_again(worker: Worker) -> None:
+    line = "bash mhc/src/tpu/worker.sh start --key 1 --tries 9 --backoff 99 -- bash -c " + shlex.quote(
+        SAVES.replace("exit 0", "exit 1")
+    )
+    assert worker.ssh(line) == "started"
+    worker.processes()
+    worker("stop")
+    assert worker.settled() == "ended 1 1 asked"
 
 
 def test_a_command_that_outlives_its_supervisor_holds_the_worker(worker: Worker) -> None:
     worker.start(SAVES)
-    pid = until(lambda: int((worker.state / "pid").read_text()) if "ready" in worker.log() else None)
-    supervisor = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    pid, supervisor = worker.processes()
     os.kill(supervisor, signal.SIGKILL)
     assert worker("status") == "running 1"
     assert worker.start(SAVES) == "running already"
