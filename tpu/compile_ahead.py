@@ -1,6 +1,6 @@
 """Compiles a config's training step for a TPU slice on a machine that has none, and says whether it fits.
 
-    python -m tpu.compile_ahead --config configs/paper_27b.py --topology v5p:4x4x8 --config.mesh.fsdp=128
+    python -m tpu.compile_ahead --config configs/paper_27b.py --topology v5p:2x2x4 --config.mesh.fsdp=16
     python -m tpu.compile_ahead --config configs/paper_3b.py --smallest v5p
 
 Needs libtpu (`pip install -e '.[tpu]'`), no TPU. Exit codes: 0 it fits, 1 it does not, 2 a user's mistake.
@@ -9,10 +9,9 @@ Needs libtpu (`pip install -e '.[tpu]'`), no TPU. Exit codes: 0 it fits, 1 it do
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import math
-import os
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,179 +20,204 @@ from mhc import cli
 from mhc import config as configs
 from mhc.config import Config, MeshConfig
 from mhc.errors import UserError, did_you_mean
+from tpu import hlo, xla_process
+from tpu.slices import CHIPS, GIB, Slice, parse_slice
+
+# For the search's first guess of how many rows a device can work on at once; what XLA plans decides.
+WORKSPACE = 60  # bytes for each number of a row's streams, beside those that are kept
+GUESSED_SHARE = 0.8  # of the memory
 
 
-class Chip(NamedTuple):
-    """A generation of TPU."""
+class Held(NamedTuple):
+    """Bytes of one device that a layout determines, whatever the compiler does."""
 
-    prefix: str  # what libtpu calls it
-    hbm: int  # bytes of a chip
-    slices: tuple[str, ...]  # common ones, smallest first
-
-
-GIB = 2**30
-CHIPS = {
-    "v4": Chip("v4", 32 * GIB, ("2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x4", "4x4x8", "4x8x8", "8x8x8")),
-    "v5e": Chip("v5e", 16 * GIB, ("2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")),
-    "v5p": Chip("v5", 95 * GIB, ("2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x4", "4x4x8", "4x8x8", "8x8x8")),
-    "v6e": Chip("v6e", 32 * GIB, ("2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")),
-}
-
-
-class Slice(NamedTuple):
-    """A slice of a generation."""
-
-    chip: str
-    shape: str
+    parameters: int
+    optimizer: int
+    streams: int  # that a micro-batch's forward pass leaves for its backward pass
 
     @property
-    def chips(self) -> int:
-        """Their number."""
-        return math.prod(int(side) for side in self.shape.split("x"))
-
-    def __str__(self) -> str:
-        return f"{self.chip}:{self.shape}"
+    def bound(self) -> int:
+        """What every step holds at least: these, and a gradient as large as the parameters."""
+        return 2 * self.parameters + self.optimizer + self.streams
 
 
-def parse_slice(text: str) -> Slice:
-    """``v5p:4x4x8``. Raises UserError for another generation or shape."""
-    chip, _, shape = text.partition(":")
-    if chip not in CHIPS:
-        raise UserError(f"--topology: {text!r}, allowed: {', '.join(CHIPS)} and a shape{did_you_mean(chip, CHIPS)}")
-    sides = shape.split("x")
-    dimensions = CHIPS[chip].slices[0].count("x") + 1
-    if len(sides) != dimensions or not all(side.isdigit() and int(side) > 0 for side in sides):
-        example = f"{chip}:{CHIPS[chip].slices[-3]}"
-        raise UserError(f"--topology: {text!r}, allowed: {dimensions} sides, such as {example}")
-    return Slice(chip, shape)
-
-
-def devices_of(slice_: Slice) -> list[Any]:
-    """The devices of a slice that is not there. Raises UserError where libtpu is missing or does not know it."""
-    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+def held(config: Config) -> Held:
+    """Of the config on its mesh. Touches no device and needs no libtpu."""
     import jax
-    from jax.experimental import topologies
-
-    jax.config.update("jax_platforms", "cpu")  # nothing runs: arrays of this process, if any, live on the host
-    name = f"{CHIPS[slice_.chip].prefix}:{slice_.shape}"
-    try:
-        options = {"chips_per_host_bounds": [1, 1, 1]} if slice_.chips == 1 else {}
-        topology = topologies.get_topology_desc(platform="tpu", topology_name=name, **options)
-    except (RuntimeError, ValueError, NotImplementedError) as error:
-        first = (str(error).splitlines() or ["no reason given"])[0]
-        raise UserError(f"--topology: libtpu has no {slice_}: {first} (pip install -e '.[tpu]')") from None
-    return list(topology.devices)
-
-
-def report(config: Config, slice_: Slice) -> dict[str, Any]:
-    """Compile the step and say what one device holds, moves and computes.
-
-    {topology, chips, mesh, hbm_bytes, fits, per_device_bytes {parameters, optimizer, arguments, temporaries, peak},
-    flops, bytes_accessed, collectives {kind: {count, bytes}}, compile_seconds}: bytes and FLOPs of one device and one
-    step; FLOPs and bytes accessed as XLA counts them, which is once for the body of a loop.
-    """
-    import jax
-    import jax.numpy as jnp
+    from jax.sharding import AbstractMesh
 
     from mhc import sharding
-    from mhc.train.step import Trainer
-    from tpu import hlo
 
-    devices = devices_of(slice_)
-    mesh = sharding.make_mesh(config.mesh, devices)
-    rows = config.train.batch_size // config.train.accumulation
-    sharding.check_batch(rows, mesh, "train.batch_size / train.accumulation")
-    trainer = Trainer(config, mesh)
-    batch_layout = sharding.batch_sharding(mesh)
-    shape = (config.train.batch_size, config.data.sequence_length)
-    fields = {"tokens": "int32", "targets": "int32", "segment_ids": "int32", "positions": "int32", "weights": "float32"}
-    batch = {name: jax.ShapeDtypeStruct(shape, jnp.dtype(d), sharding=batch_layout) for name, d in fields.items()}
-    state = jax.tree.map(
-        lambda leaf, layout: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=layout),
-        trainer.abstract,
-        trainer.layout,
-    )
+    sizes = tuple(getattr(config.mesh, axis) for axis in sharding.MESH_AXES)
+    mesh = AbstractMesh(sizes, sharding.MESH_AXES)
+    params, optimizer = _shapes(_accumulating(dataclasses.replace(config, mesh=MeshConfig()), 1))
 
-    def held(tree: Any) -> int:
-        leaves = jax.tree.leaves(tree)
-        return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in leaves)
+    def size(tree: Any) -> int:
+        total = 0
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+            spec = sharding.partition_spec(sharding.path_of(path), leaf.shape, mesh)
+            axes = [axis for entry in spec for axis in ((entry,) if isinstance(entry, str) else entry or ())]
+            total += leaf.size * leaf.dtype.itemsize // math.prod(mesh.shape[axis] for axis in axes)
+        return total
 
-    start = time.perf_counter()
-    compiled = trainer.step.lower(state, batch).compile()  # type: ignore[attr-defined]
-    seconds = time.perf_counter() - start
-    memory, cost = compiled.memory_analysis(), compiled.cost_analysis()
-    peak = (
-        memory.argument_size_in_bytes
-        + memory.output_size_in_bytes
-        - memory.alias_size_in_bytes
-        + memory.temp_size_in_bytes
-        + memory.generated_code_size_in_bytes
-    )
-    limit = CHIPS[slice_.chip].hbm
+    return Held(size(params), size(optimizer), _row_bytes(config) * _rows(config))
+
+
+@functools.lru_cache(maxsize=4)
+def _shapes(config: Config) -> tuple[Any, Any]:
+    """(parameters, the optimiser's state) as shapes: the same for every mesh and batch."""
+    import jax
+
+    from mhc.model.decoder import DecoderDefinition
+    from mhc.train.optimizer import make_optimizer
+
+    params = DecoderDefinition(config).abstract()
+    return params, jax.eval_shape(make_optimizer(config, params).init, params)
+
+
+def _rows(config: Config) -> int:
+    """Rows of a micro-batch that a device works on."""
+    shards = config.mesh.data * config.mesh.fsdp * config.mesh.expert
+    return config.train.batch_size // config.train.accumulation // shards
+
+
+def _row_numbers(config: Config) -> int:
+    """Numbers of one row's streams on one device."""
+    width, tensor = config.model.width, config.mesh.tensor
+    return config.data.sequence_length * config.streams * (width if width % tensor else width // tensor)
+
+
+def _row_bytes(config: Config) -> int:
+    """Bytes of the streams of one row that are kept: those before each group of blocks that is computed again."""
+    layers, leading = config.model.layers, config.leading_layers
+    size = config.remat_blocks if config.model.remat == "streams" else 1
+    groups = sum(-(-count // size) for count in (leading, layers - leading))
+    return groups * _row_numbers(config) * (2 if config.model.dtype == "bfloat16" else 4)
+
+
+def report(config: Config, slice_: Slice, *, plan_only: bool = False) -> dict[str, Any]:
+    """Compile the step and say what one device holds, moves and computes.
+
+    {topology, chips, residual, mesh, accumulation, hbm_bytes, fits, per_device_bytes {parameters, optimizer, arguments,
+    temporaries, code, peak}, flops, bytes_accessed, collectives {kind: {count, bytes}}, compile_seconds, cpu_seconds,
+    compile_peak_host_bytes}: bytes and FLOPs of one device and one step; FLOPs and bytes accessed as XLA counts them,
+    which is once for the body of a loop. Where it does not fit, what XLA does not say then is None; so are code, FLOPs
+    and bytes accessed of a plan.
+    """
+    mesh = _whole_mesh(config.mesh, slice_)
+    config = dataclasses.replace(config, mesh=mesh)
+    found = xla_process.compile_step(config, slice_, plan_only=plan_only)
+    sizes, memory = held(config), found.memory
+    peak = found.used if memory is None else memory.peak + (found.code or 0)
+    assert peak is not None
     return {
         "topology": str(slice_),
-        "chips": len(devices),
-        "mesh": dict(mesh.shape),
-        "hbm_bytes": limit,
-        "fits": peak <= limit,
+        "chips": slice_.chips,
+        "residual": config.residual.kind,
+        "mesh": dataclasses.asdict(mesh),
+        "accumulation": config.train.accumulation,
+        "hbm_bytes": slice_.hbm,
+        "fits": memory is not None and peak <= slice_.hbm,
         "per_device_bytes": {
-            "parameters": held(state.params),
-            "optimizer": held(state.opt_state),
-            "arguments": memory.argument_size_in_bytes,
-            "temporaries": memory.temp_size_in_bytes,
+            "parameters": sizes.parameters,
+            "optimizer": sizes.optimizer,
+            "arguments": memory and memory.arguments,
+            "temporaries": memory and memory.temporaries,
+            "code": found.code,
             "peak": peak,
         },
-        "flops": cost.get("flops"),
-        "bytes_accessed": cost.get("bytes accessed"),
-        "collectives": hlo.as_json(hlo.collectives(compiled.as_text())),
-        "compile_seconds": round(seconds, 1),
+        "flops": found.flops,
+        "bytes_accessed": found.bytes_accessed,
+        "collectives": hlo.as_json(found.collectives),
+        "plan_only": plan_only,
+        "compile_seconds": found.seconds,
+        "cpu_seconds": found.cpu_seconds,
+        "compile_peak_host_bytes": found.host_bytes,
     }
 
 
+def _whole_mesh(mesh: MeshConfig, slice_: Slice) -> MeshConfig:
+    """The mesh with its open axis filled in. Raises UserError where it does not multiply to the slice's chips."""
+    sizes = dataclasses.asdict(mesh)
+    fixed = math.prod(sizes[axis] for axis in _AXES if sizes[axis] != -1)
+    if slice_.chips % fixed or (fixed != slice_.chips and all(sizes[axis] != -1 for axis in _AXES)):
+        wanted = " x ".join(f"{axis} {sizes[axis]}" for axis in _AXES)
+        raise UserError(
+            f"config.mesh: {wanted} does not fit {slice_}; their product must be {slice_.chips},"
+            f" e.g. --config.mesh.data=1 --config.mesh.fsdp={slice_.chips}"
+        )
+    filled = {axis: slice_.chips // fixed if sizes[axis] == -1 else sizes[axis] for axis in _AXES}
+    return dataclasses.replace(mesh, **filled)
+
+
+_AXES = ("data", "fsdp", "tensor", "expert")
+
+
 def meshes(config: Config, chips: int) -> Iterator[MeshConfig]:
-    """Meshes worth trying on so many chips: all fsdp, then with experts over 8, 4 or 2, then tensor over 2 or 4."""
+    """Meshes worth trying on so many chips: all fsdp, then tensor over 2 or 4, then experts over 2, 4 or 8."""
     rows = config.train.batch_size // config.train.accumulation
-    experts = [e for e in (1, 8, 4, 2) if e == 1 or (config.moe.experts and config.moe.experts % e == 0)]
-    for tensor in (1, 2, 4):
-        for expert in experts:
-            if chips % (tensor * expert) == 0 and rows % (chips // tensor) == 0:
-                yield MeshConfig(data=1, fsdp=chips // (tensor * expert), tensor=tensor, expert=expert)
+    experts = [e for e in (2, 4, 8) if config.moe.experts and config.moe.experts % e == 0]
+    for tensor, expert in [(1, 1), (2, 1), (4, 1), *((1, e) for e in experts)]:
+        if chips % (tensor * expert) == 0 and rows % (chips // tensor) == 0:
+            sizes = {"data": 1, "fsdp": chips // (tensor * expert), "tensor": tensor, "expert": expert}
+            yield dataclasses.replace(config.mesh, **sizes)
+
+
+def candidates(config: Config, slice_: Slice) -> Iterator[Config]:
+    """What to compile for a slice, in this order: those whose bound fits, on each mesh.
+
+    A config that accumulates keeps its number of micro-batches. Of one that does not, each mesh comes with the rows
+    that a device is guessed to have room for, and then with one row.
+    """
+    for mesh in meshes(config, slice_.chips):
+        placed = dataclasses.replace(config, mesh=mesh)
+        counts = [config.train.accumulation]
+        if counts == [1]:
+            most = _rows(placed)  # of a device, were all done at once
+            room = GUESSED_SHARE * slice_.hbm - held(_accumulating(placed, most)).bound
+            guess = max(1, int(room / (_row_bytes(placed) + WORKSPACE * _row_numbers(placed))))
+            counts = sorted({most // max(d for d in _divisors(most) if d <= guess), most})
+        for count in counts:
+            tried = _accumulating(placed, count)
+            if held(tried).bound <= slice_.hbm:
+                yield tried
+
+
+def _divisors(number: int) -> list[int]:
+    return [d for d in range(1, number + 1) if number % d == 0]
+
+
+def _accumulating(config: Config, count: int) -> Config:
+    return dataclasses.replace(config, train=dataclasses.replace(config.train, accumulation=count))
 
 
 def smallest(config: Config, chip: str) -> list[dict[str, Any]]:
-    """Reports of slices and meshes in the order tried; the last one fits, if any does."""
+    """Plans of slices and meshes in the order tried; the last one fits, if any does."""
     tried = []
     for shape in CHIPS[chip].slices:
         slice_ = Slice(chip, shape)
-        # What does not hold the state in even shards fits under no mesh.
-        if _state_bytes(config) / slice_.chips > CHIPS[chip].hbm:
-            continue
-        for mesh in meshes(config, slice_.chips):
-            tried.append(report(dataclasses.replace(config, mesh=mesh), slice_))
+        for candidate in candidates(config, slice_):
+            tried.append(report(candidate, slice_, plan_only=True))
             print_report(tried[-1])
             if tried[-1]["fits"]:
                 return tried
     return tried
 
 
-def _state_bytes(config: Config) -> int:
-    """Parameters and two moments in float32, over all devices."""
-    from mhc.model.decoder import DecoderDefinition
-    from mhc.model.flops import count_parameters
-
-    return 12 * count_parameters(DecoderDefinition(config))["total"]
-
-
 def print_report(found: dict[str, Any]) -> None:
     """A few lines for a reader."""
-    held = {name: f"{size / GIB:.2f}" for name, size in found["per_device_bytes"].items()}
-    mesh = " ".join(f"{axis}={size}" for axis, size in found["mesh"].items())
+    sizes = {name: f"{size / GIB:.2f}" for name, size in found["per_device_bytes"].items() if size is not None}
+    mesh = " ".join(f"{axis}={size}" for axis, size in found["mesh"].items() if axis in _AXES)
     verdict = "fits" if found["fits"] else "does not fit"
-    print(f"{found['topology']} ({found['chips']} chips; {mesh}): {verdict} {found['hbm_bytes'] / GIB:.0f} GiB a chip")
-    print("  GiB a chip: " + ", ".join(f"{name} {size}" for name, size in held.items()))
+    where = f"{found['chips']} chips; {mesh}; accumulation {found['accumulation']}"
+    print(f"{found['topology']} ({where}): {verdict} {found['hbm_bytes'] / GIB:.0f} GiB a chip")
+    print("  GiB a chip: " + ", ".join(f"{name} {size}" for name, size in sizes.items()))
     for kind, total in found["collectives"].items():
         print(f"  {kind}: {total['count']} a step, {total['bytes'] / GIB:.2f} GiB")
-    print(f"  compiled in {found['compile_seconds']} s", flush=True)
+    host = found["compile_peak_host_bytes"] / GIB
+    verb = "planned" if found["plan_only"] else "compiled"
+    spent = f"{found['compile_seconds']} s, {found['cpu_seconds']} CPU s and {host:.1f} GiB of this machine"
+    print(f"  {verb} in {spent}", flush=True)
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -202,12 +226,22 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--config", required=True, metavar="FILE", help="config file, e.g. configs/paper_27b.py")
     where = parser.add_mutually_exclusive_group(required=True)
     where.add_argument("--topology", metavar="CHIP:SHAPE", help=f"slice, e.g. v5p:4x4x8; chips: {', '.join(CHIPS)}")
-    where.add_argument("--smallest", metavar="CHIP", help="search for the smallest slice and mesh that fit")
+    where.add_argument(
+        "--smallest",
+        metavar="CHIP",
+        help="plan for one slice and mesh after another until one fits; chooses train.accumulation too where it is 1",
+    )
+    parser.add_argument(
+        "--plan",
+        action="store_true",
+        help="stop once XLA has given every buffer its place, before it generates code: several times faster, no FLOPs",
+    )
     parser.add_argument("--json", metavar="FILE", help="write the report there")
     options, overrides = parser.parse_known_args(arguments)
     if options.smallest and options.smallest not in CHIPS:
         given = options.smallest
         raise UserError(f"--smallest: {given!r}, allowed: {', '.join(CHIPS)}{did_you_mean(given, CHIPS)}")
+    slice_ = parse_slice(options.topology) if options.topology else None
     config = cli.load_config(options.config, overrides, parser)
     if config.model.vocab_size is None:
         from mhc.data import tokenizers
@@ -215,13 +249,13 @@ def main(arguments: Sequence[str]) -> int:
         config = configs.resolve(config, tokenizers.load(config.data.tokenizer).vocab_size)
     else:
         config = configs.resolve(config, config.model.vocab_size)
-    if options.smallest:
+    if slice_ is None:
         tried = smallest(config, options.smallest)
         found: Any = tried
         fits = bool(tried) and tried[-1]["fits"]
         print(f"smallest that fits: {tried[-1]['topology']}" if fits else f"no listed slice of {options.smallest} fits")
     else:
-        found = report(config, parse_slice(options.topology))
+        found = report(config, slice_, plan_only=options.plan)
         print_report(found)
         fits = found["fits"]
     if options.json:

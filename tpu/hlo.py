@@ -1,4 +1,4 @@
-"""Collectives of a compiled program, read off its text."""
+"""Collectives and memory of a compiled program, read off what XLA writes about it."""
 
 from __future__ import annotations
 
@@ -23,6 +23,39 @@ _CONDITION = re.compile(r"condition=%?([\w.\-]+)")
 _CONSTANT = re.compile(r"%?([\w.\-]+) = s32\[\]\S* constant\((\d+)\)")
 _BELOW = re.compile(r"compare\([^)]*%([\w.\-]+)\), direction=LT")
 _TRIPS = re.compile(r'known_trip_count":\{"n":"(\d+)"')
+
+
+_ALLOCATION = re.compile(r"^allocation \d+: size (\d+), (.*):$")
+
+
+class Memory(NamedTuple):
+    """Bytes of one device's main memory."""
+
+    arguments: int
+    outputs: int  # beside those that take an argument's place
+    temporaries: int
+
+    @property
+    def peak(self) -> int:
+        """All of it: what is allocated for a program is so for as long as it runs."""
+        return sum(self)
+
+
+def memory(text: str) -> Memory:
+    """What XLA's buffer assignment gives out in main memory; constants and on-chip memories are left out."""
+    arguments = outputs = temporaries = 0
+    for line in text.splitlines():
+        allocation = _ALLOCATION.match(line)
+        if allocation is None or allocation[2].startswith("color "):  # another memory
+            continue
+        size, kind = int(allocation[1]), allocation[2]
+        if kind.startswith("parameter "):
+            arguments += size
+        elif kind.startswith("preallocated-temp"):
+            temporaries += size
+        elif "maybe-live-out" in kind or kind.startswith("output shape"):
+            outputs += size
+    return Memory(arguments, outputs, temporaries)
 
 
 class Collectives(NamedTuple):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import json
+import math
 import os
 import subprocess
 import sys
@@ -15,11 +17,13 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from mhc.config import MeshConfig
+from mhc.config import Config, MeshConfig
 from mhc.errors import UserError
 from mhc.sharding import make_mesh
+from mhc.train.step import Trainer
 from tests.small import small
-from tpu import compile_ahead, hlo
+from tpu import compile_ahead, hlo, xla_process
+from tpu.slices import GIB, Slice
 
 
 def test_collectives_of_a_loop_count_as_often_as_it_runs():
@@ -67,12 +71,41 @@ ENTRY %main (x: bf16[1,8]) -> bf16[4,8] {
     assert hlo.collectives(text) == {"all-gather": hlo.Collectives(13, 12 * 4 * 8 * 2 + 20)}
 
 
+BUFFERS = """BufferAssignment:
+allocation 0: size 512, thread-local:
+ value: <1 add @0> (size=4,offset=0): f32[]
+allocation 1: size 3000, parameter 11, shape |f32[750]| at ShapeIndex {}, maybe-live-out:
+allocation 2: size 200, parameter 12, shape |f32[50]| at ShapeIndex {}:
+allocation 3: size 1024, constant:
+allocation 4: size 40, maybe-live-out:
+allocation 5: size 16, output shape is |(f32[10], f32[750])|, maybe-live-out:
+allocation 6: size 900000, color 1, preallocated-temp:
+allocation 7: size 70000, preallocated-temp:
+"""
+
+
+def test_memory_is_what_lies_in_the_main_one():
+    found = hlo.memory(BUFFERS)
+    assert found == hlo.Memory(arguments=3200, outputs=56, temporaries=70000)
+    assert found.peak == 73256
+
+
+def test_what_a_program_that_does_not_fit_would_need():
+    message = "RESOURCE_EXHAUSTED: XLA:TPU compile permanent error. Ran out of memory in memory space hbm. "
+    assert xla_process.used_bytes(message + "Used 30.50G of 15.75G hbm. Exceeded hbm capacity by 14.75G.") == 30.5 * GIB
+    assert xla_process.used_bytes("INTERNAL: Mosaic failed to compile TPU kernel") is None
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["--topology", "v7p:2x2x1"], "--topology: 'v7p:2x2x1', allowed: v4, v5e, v5p, v6e and a shape"),
         (["--topology", "v5p:4x4"], "--topology: 'v5p:4x4', allowed: 3 sides, such as v5p:4x4x8"),
         (["--smallest", "v5"], "--smallest: 'v5', allowed: v4, v5e, v5p, v6e (did you mean"),
+        (
+            ["--topology", "v5e:2x2", "--config.mesh.fsdp=8"],
+            "config.mesh: data -1 x fsdp 8 x tensor 1 x expert 1 does not fit v5e:2x2; their product must be 4",
+        ),
     ],
     ids=str,
 )
@@ -90,6 +123,66 @@ def test_meshes_that_are_tried_use_every_chip_and_share_the_batch():
         assert mesh.fsdp * mesh.tensor * mesh.expert == 16 and 64 % (mesh.fsdp * mesh.expert) == 0
     assert {mesh.expert for mesh in tried} == {1, 2, 4, 8}
     assert {mesh.expert for mesh in compile_ahead.meshes(small(train={"batch_size": 64}), 16)} == {1}
+
+
+@pytest.mark.parametrize(
+    "mesh", [{"fsdp": 8}, {"fsdp": 2, "tensor": 2}, {"fsdp": 2, "expert": 2, "tensor": 2}], ids=str
+)
+def test_what_a_layout_determines_is_what_arrays_take(mesh):
+    """Against the shards of the arrays' own shardings."""
+    config = small("mhc", moe={"experts": 4}, train={"batch_size": 64}, mesh={"data": 1, **mesh})
+    trainer = Trainer(config, make_mesh(config.mesh, jax.devices()[: math.prod(mesh.values())]))
+    for part, found in (("params", "parameters"), ("opt_state", "optimizer")):
+        shapes, layouts = (jax.tree.leaves(getattr(tree, part)) for tree in (trainer.abstract, trainer.layout))
+        taken = sum(math.prod(y.shard_shape(x.shape)) * x.dtype.itemsize for x, y in zip(shapes, layouts, strict=True))
+        assert getattr(compile_ahead.held(config), found) == taken
+
+
+def test_streams_between_the_passes():
+    """Rows a device x T x N x D x bytes, before each group of blocks: all of 4 blocks, or every third."""
+    sizes = {"layers": 4, "width": 16}
+    config = small("mhc", model=sizes, train={"batch_size": 64}, mesh={"data": 1, "fsdp": 4})
+    numbers = config.data.sequence_length * 4 * 16
+    assert compile_ahead.held(config).streams == 16 * numbers * 4 * 4
+    half = dataclasses.replace(config.mesh, tensor=2, fsdp=2)
+    assert compile_ahead.held(dataclasses.replace(config, mesh=half)).streams == 32 * numbers // 2 * 4 * 4
+    model = dataclasses.replace(config.model, remat="streams", remat_blocks=3, dtype="bfloat16")
+    assert compile_ahead.held(dataclasses.replace(config, model=model)).streams == 16 * numbers * 2 * 2
+
+
+def test_the_search_chooses_micro_batches_only_where_the_config_does_not():
+    four = Slice("v5e", "2x2")
+    given = list(compile_ahead.candidates(small(train={"batch_size": 64, "accumulation": 4}), four))
+    assert {config.train.accumulation for config in given} == {4}
+    free = list(compile_ahead.candidates(small(train={"batch_size": 64}), four))
+    assert free[0].mesh.fsdp == 4
+    for config in free:
+        shards = config.mesh.fsdp * config.mesh.expert
+        assert 64 % (config.train.accumulation * shards) == 0
+    # What fits easily is done at once; one row a device remains as the last resort.
+    counts = [config.train.accumulation for config in free if config.mesh == free[0].mesh]
+    assert counts == [1, 16]
+
+
+def test_a_slice_that_cannot_hold_the_step_is_not_compiled(monkeypatch):
+    """29 billion parameters, 16 bytes each with moments and gradient, exceed four chips of 95 GiB, not eight."""
+    tried = []
+
+    def planned(config: Config, slice_: Slice, *, plan_only: bool) -> xla_process.Outcome:
+        tried.append((str(slice_), config.train.accumulation))
+        fits = len(tried) > 1
+        memory = hlo.Memory(10, 0, 20) if fits else None
+        return xla_process.Outcome(memory, None if fits else 200 * GIB, {}, None, None, None, 1.0, 1.0, GIB)
+
+    monkeypatch.setattr(xla_process, "compile_step", planned)
+    shapes = {name: jax.ShapeDtypeStruct((27 * 2**18, 4096), jnp.float32) for name in ("mlp/core/up",)}
+    moments = {f"{name}/mlp/core/up": shape for name in ("mu", "nu") for shape in shapes.values()}
+    monkeypatch.setattr(compile_ahead, "_shapes", lambda config: (shapes, moments))
+    found = compile_ahead.smallest(small(train={"batch_size": 64}), "v5p")
+    assert [name for name, _ in tried] == ["v5p:2x2x2", "v5p:2x2x2"]
+    assert tried[0][1] < tried[1][1] == 8
+    assert [one["fits"] for one in found] == [False, True]
+    assert found[0]["per_device_bytes"]["temporaries"] is None
 
 
 @pytest.mark.slow

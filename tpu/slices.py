@@ -1,0 +1,77 @@
+"""Slices of TPUs: what they are called, what a chip holds, and the devices of one that is not there."""
+
+from __future__ import annotations
+
+import math
+import os
+from typing import Any, NamedTuple
+
+from mhc.errors import UserError, did_you_mean
+
+GIB = 2**30
+
+
+class Chip(NamedTuple):
+    """A generation of TPU."""
+
+    prefix: str  # what libtpu calls it
+    hbm: int  # bytes of a chip
+    slices: tuple[str, ...]  # common ones, smallest first
+
+
+CHIPS = {
+    "v4": Chip("v4", 32 * GIB, ("2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x4", "4x4x8", "4x8x8", "8x8x8")),
+    "v5e": Chip("v5e", 16 * GIB, ("2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")),
+    "v5p": Chip("v5", 95 * GIB, ("2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x4", "4x4x8", "4x8x8", "8x8x8")),
+    "v6e": Chip("v6e", 32 * GIB, ("2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")),
+}
+
+
+class Slice(NamedTuple):
+    """A slice of a generation."""
+
+    chip: str
+    shape: str
+
+    @property
+    def chips(self) -> int:
+        """Their number."""
+        return math.prod(int(side) for side in self.shape.split("x"))
+
+    @property
+    def hbm(self) -> int:
+        """Bytes of one of them."""
+        return CHIPS[self.chip].hbm
+
+    def __str__(self) -> str:
+        return f"{self.chip}:{self.shape}"
+
+
+def parse_slice(text: str) -> Slice:
+    """``v5p:4x4x8``. Raises UserError for another generation or shape."""
+    chip, _, shape = text.partition(":")
+    if chip not in CHIPS:
+        raise UserError(f"--topology: {text!r}, allowed: {', '.join(CHIPS)} and a shape{did_you_mean(chip, CHIPS)}")
+    sides = shape.split("x")
+    dimensions = CHIPS[chip].slices[0].count("x") + 1
+    if len(sides) != dimensions or not all(side.isdigit() and int(side) > 0 for side in sides):
+        example = f"{chip}:{CHIPS[chip].slices[-3]}"
+        raise UserError(f"--topology: {text!r}, allowed: {dimensions} sides, such as {example}")
+    return Slice(chip, shape)
+
+
+def devices_of(slice_: Slice) -> list[Any]:
+    """The devices of a slice that is not there. Raises UserError where libtpu is missing or does not know it."""
+    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+    import jax
+    from jax.experimental import topologies
+
+    jax.config.update("jax_platforms", "cpu")  # nothing runs: arrays of this process, if any, live on the host
+    name = f"{CHIPS[slice_.chip].prefix}:{slice_.shape}"
+    try:
+        options = {"chips_per_host_bounds": [1, 1, 1]} if slice_.chips == 1 else {}
+        topology = topologies.get_topology_desc(platform="tpu", topology_name=name, **options)
+    except (RuntimeError, ValueError, NotImplementedError) as error:
+        first = (str(error).splitlines() or ["no reason given"])[0]
+        raise UserError(f"--topology: libtpu has no {slice_}: {first} (pip install -e '.[tpu]')") from None
+    return list(topology.devices)

@@ -1,0 +1,160 @@
+"""Compiles one training step for a TPU slice in a process of its own, and reads what XLA wrote down about it.
+
+A process of its own gives back its memory, can be stopped once the part that is wanted is done, and takes a crash of
+the compiler with it. XLA first plans: it partitions the program, schedules it and assigns every buffer a place in the
+chip's memory. Then it generates machine code for each fusion, which takes several times as long and changes none of it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from mhc import config as configs
+from mhc.config import Config
+from mhc.errors import UserError
+from tpu import hlo
+from tpu.slices import Slice, devices_of, parse_slice
+
+POLL_SECONDS = 0.5
+_USED = re.compile(r"Used ([\d.]+)([KMGT]?) of ([\d.]+)([KMGT]?) hbm")
+_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+
+
+class Outcome(NamedTuple):
+    """What XLA made of a step. Sizes are bytes of one device's HBM."""
+
+    memory: hlo.Memory | None  # None: it found no place for everything
+    used: int | None  # what it would then have needed
+    collectives: dict[str, hlo.Collectives]
+    code: int | None  # bytes, and FLOPs and bytes accessed as XLA counts them; None unless it generated code
+    flops: float | None
+    bytes_accessed: float | None
+    seconds: float
+    cpu_seconds: float
+    host_bytes: int  # largest resident size of the process
+
+
+def compile_step(config: Config, slice_: Slice, *, plan_only: bool) -> Outcome:
+    """Compile the step of a config on its mesh; ``plan_only``: no further than its plan.
+
+    Raises:
+      UserError: libtpu is missing, or the mesh does not fit the slice or the batch.
+      RuntimeError: the compiler failed; its last lines.
+    """
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "job.json").write_text(json.dumps({"config": configs.to_json(config), "slice": str(slice_)}))
+        start = time.perf_counter()
+        with (folder / "log").open("w") as log:
+            command = [sys.executable, "-m", "tpu.xla_process", name]
+            root = Path(__file__).parents[1]
+            process = subprocess.Popen(command, cwd=root, stdout=log, stderr=subprocess.STDOUT)
+            while True:
+                pid, _, usage = os.wait4(process.pid, os.WNOHANG)
+                if pid:
+                    break
+                if plan_only and _planned(folder):
+                    process.kill()
+                    _, _, usage = os.wait4(process.pid, 0)
+                    break
+                time.sleep(POLL_SECONDS)
+            process.returncode = 0  # it has been waited for
+        seconds = time.perf_counter() - start
+        result = folder / "result.json"
+        found = json.loads(result.read_text()) if result.exists() else {}
+        if "error" in found:
+            raise UserError(found["error"])
+        plan = _planned(folder)
+        if plan is None and "used" not in found:
+            lines = (folder / "log").read_text().splitlines()
+            raise RuntimeError("the compiler failed:\n" + "\n".join(lines[-20:]))
+        return Outcome(
+            hlo.memory(plan[0].read_text()) if plan and "used" not in found else None,
+            found.get("used"),
+            hlo.collectives(plan[1].read_text()) if plan else {},
+            found.get("code"),
+            found.get("flops"),
+            found.get("bytes_accessed"),
+            round(seconds, 1),
+            round(usage.ru_utime + usage.ru_stime, 1),
+            usage.ru_maxrss * 1024,
+        )
+
+
+def _planned(folder: Path) -> tuple[Path, Path] | None:
+    """(buffer assignment, program after it), once XLA has written both; None before."""
+    # This file comes after those two.
+    if not list(folder.glob("dump/*jit__step*.debug_options")):
+        return None
+    texts = [
+        list(folder.glob(f"dump/*jit__step*.after_optimizations{end}.txt"))
+        for end in ("-buffer-assignment", "_after_buffer_assignment")
+    ]
+    return (texts[0][0], texts[1][0]) if all(texts) else None
+
+
+def used_bytes(message: str) -> int | None:
+    """What XLA says that a program needs where it does not fit: bytes, or None where it says something else."""
+    match = _USED.search(message)
+    return round(float(match[1]) * _UNITS[match[2]]) if match else None
+
+
+def main(folder: Path) -> None:
+    """The other side: reads the job, compiles, writes the result."""
+    job = json.loads((folder / "job.json").read_text())
+    try:
+        found = _compile(configs.from_json(job["config"]), parse_slice(job["slice"]), folder / "dump")
+    except UserError as error:
+        found = {"error": str(error)}
+    (folder / "result.json").write_text(json.dumps(found))
+
+
+def _compile(config: Config, slice_: Slice, dump: Path) -> dict[str, Any]:
+    import jax
+    import jax.numpy as jnp
+
+    from mhc import sharding
+    from mhc.train.step import Trainer
+
+    mesh = sharding.make_mesh(config.mesh, devices_of(slice_))
+    sharding.check_batch(
+        config.train.batch_size // config.train.accumulation, mesh, "train.batch_size / train.accumulation"
+    )
+    trainer = Trainer(config, mesh)
+    layout = sharding.batch_sharding(mesh)
+    shape = (config.train.batch_size, config.data.sequence_length)
+    fields = {"tokens": "int32", "targets": "int32", "segment_ids": "int32", "positions": "int32", "weights": "float32"}
+    batch = {name: jax.ShapeDtypeStruct(shape, jnp.dtype(d), sharding=layout) for name, d in fields.items()}
+    state = jax.tree.map(
+        lambda leaf, layout: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=layout),
+        trainer.abstract,
+        trainer.layout,
+    )
+    lowered = trainer.step.lower(state, batch)  # type: ignore[attr-defined]
+    try:
+        compiled = lowered.compile(compiler_options={"xla_dump_to": str(dump)})
+    except jax.errors.JaxRuntimeError as error:
+        used = used_bytes(str(error))
+        if used is None:
+            raise
+        return {"used": used}
+    cost = compiled.cost_analysis() or {}
+    return {
+        "code": compiled.memory_analysis().generated_code_size_in_bytes,
+        "flops": cost.get("flops"),
+        "bytes_accessed": cost.get("bytes accessed"),
+    }
+
+
+if __name__ == "__main__":
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    main(Path(sys.argv[1]))
