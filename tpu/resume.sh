@@ -126,6 +126,8 @@ while :; do
         gone=yes
         delete_command
         attempt "${CMD[@]}" || continue
+        # A request that failed may well fail at once again.
+        if [ "$STATE" = FAILED ]; then sleep "$OPT_poll"; fi
         there='' gone=''
         continue
         ;;

@@ -25,7 +25,7 @@ from hypothesis import strategies as st
 
 from mhc.grid import gke
 from mhc.grid.plan import Plan
-from tpu.compile_ahead import CHIPS
+from tpu.slices import CHIPS
 
 yaml = pytest.importorskip("yaml")  # comes with flax
 
