@@ -25,7 +25,10 @@ from tpu import hlo
 from tpu.slices import Slice, devices_of, parse_slice
 
 POLL_SECONDS = 0.5
-_USED = re.compile(r"Used ([\d.]+)([KMGT]?) of ([\d.]+)([KMGT]?) hbm")
+_USED = (
+    re.compile(r"Used ([\d.]+)([KMGT]?) of [\d.]+[KMGT]? hbm"),
+    re.compile(r"required for HLO temporaries \(([\d.]+)([KMGT]?)\) exceeds available HBM"),
+)
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
@@ -33,7 +36,7 @@ class Outcome(NamedTuple):
     """What XLA made of a step. Sizes are bytes of one device's HBM."""
 
     memory: hlo.Memory | None  # None: it found no place for everything
-    used: int | None  # what it would then have needed
+    used: int | None  # what it would then have needed at least
     collectives: dict[str, hlo.Collectives]
     code: int | None  # bytes, and FLOPs and bytes accessed as XLA counts them; None unless it generated code
     flops: float | None
@@ -103,9 +106,12 @@ def _planned(folder: Path) -> tuple[Path, Path] | None:
 
 
 def used_bytes(message: str) -> int | None:
-    """What XLA says that a program needs where it does not fit: bytes, or None where it says something else."""
-    match = _USED.search(message)
-    return round(float(match[1]) * _UNITS[match[2]]) if match else None
+    """What XLA says that a program needs where it does not fit, in bytes; None where it complains of something else.
+
+    It may say so before it has counted everything: there is no less.
+    """
+    matches = [match for pattern in _USED if (match := pattern.search(message))]
+    return round(float(matches[0][1]) * _UNITS[matches[0][2]]) if matches else None
 
 
 def main(folder: Path) -> None:

@@ -22,7 +22,7 @@ from mhc.errors import UserError
 from mhc.sharding import make_mesh
 from mhc.train.step import Trainer
 from tests.small import small
-from tpu import compile_ahead, hlo, xla_process
+from tpu import compile_ahead, hlo, table, xla_process
 from tpu.slices import GIB, Slice
 
 
@@ -93,6 +93,9 @@ def test_memory_is_what_lies_in_the_main_one():
 def test_what_a_program_that_does_not_fit_would_need():
     message = "RESOURCE_EXHAUSTED: XLA:TPU compile permanent error. Ran out of memory in memory space hbm. "
     assert xla_process.used_bytes(message + "Used 30.50G of 15.75G hbm. Exceeded hbm capacity by 14.75G.") == 30.5 * GIB
+    early = "RESOURCE_EXHAUSTED: Ran out of memory on HBM, the total memory required for HLO temporaries (17.50G) "
+    early += "exceeds available HBM (15.75G)."
+    assert xla_process.used_bytes(early) == 17.5 * GIB
     assert xla_process.used_bytes("INTERNAL: Mosaic failed to compile TPU kernel") is None
 
 
@@ -183,6 +186,30 @@ def test_a_slice_that_cannot_hold_the_step_is_not_compiled(monkeypatch):
     assert tried[0][1] < tried[1][1] == 8
     assert [one["fits"] for one in found] == [False, True]
     assert found[0]["per_device_bytes"]["temporaries"] is None
+
+
+REPORT = {
+    "topology": "v5p:2x2x2",
+    "mesh": {"data": 1, "fsdp": 4, "tensor": 2, "expert": 1},
+    "accumulation": 8,
+    "per_device_bytes": {"parameters": GIB, "optimizer": 2 * GIB, "temporaries": None, "peak": 3.5 * GIB},
+    "collectives": {"all-gather": {"count": 7, "bytes": GIB}},
+    "cpu_seconds": 40.2,
+}
+
+
+def test_a_table_of_reports(tmp_path, capsys):
+    """A search leaves a list, whose last report counts; kinds of collectives that nobody uses are left out."""
+    (tmp_path / "a.json").write_text(json.dumps([{}, REPORT]))
+    (tmp_path / "b.json").write_text(json.dumps({**REPORT, "collectives": {}}))
+    table.main([str(tmp_path / "a.json"), str(tmp_path / "b.json")])
+    head, _, first, second = capsys.readouterr().out.splitlines()
+    assert head == ("| report | slice | mesh | micro-batches | parameters | optimizer | peak | all-gather | CPU s |")
+    assert first == "| a | v5p:2x2x2 | fsdp 4, tensor 2 | 8 | 1.0 | 2.0 | 3.5 | 1.0 in 7 | 40 |"
+    assert second == "| b | v5p:2x2x2 | fsdp 4, tensor 2 | 8 | 1.0 | 2.0 | 3.5 |  | 40 |"
+    (tmp_path / "c.json").write_text("[]")
+    with pytest.raises(UserError, match=r"c\.json: no report"):
+        table.main([str(tmp_path / "c.json")])
 
 
 @pytest.mark.slow
