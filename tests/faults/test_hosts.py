@@ -153,6 +153,7 @@ def test_one_process_is_killed_and_the_run_goes_on_exactly(lost, fields, two, tm
     began = time.monotonic()
     code = processes[other].wait(timeout=START)
     assert time.monotonic() - began < TIMEOUT + 20
+    assert processes[lost].wait() == -signal.SIGKILL
     if code == LOST:
         assert "another process is lost" in said(folder, other) and "start all of them again" in said(folder, other)
     else:  # the runtime's own end, with its own words
