@@ -19,6 +19,7 @@ from mhc.errors import UserError
 from mhc.model.decoder import DecoderDefinition
 from mhc.sharding import batch_sharding, check_batch, check_rules, logical_axes, make_mesh, partition_spec, path_of
 from mhc.train.step import Trainer
+from tests import partition_specs
 from tests.small import ZOO, packed, small
 
 
@@ -85,6 +86,25 @@ def test_the_plan_of_the_demo(kind, mesh):
     for path, spec in moments.items():
         assert spec == params[path.split("/mu/")[-1].split("/nu/")[-1]], path
     assert {spec for path, spec in specs.items() if path.rsplit("/", 1)[-1] in ("step", "skipped", "count")} == {P()}
+
+
+@pytest.mark.parametrize("name", partition_specs.PAPER)
+def test_the_plan_of_the_papers_models(name):
+    """Every leaf of the train state, as it stood when someone looked: see tests/golden/README.md."""
+    found, golden = partition_specs.render(name), (partition_specs.FOLDER / f"{name}.txt").read_text()
+    changed = set(found.splitlines()) ^ set(golden.splitlines())
+    assert not changed, "\n".join(sorted(changed))
+
+
+@pytest.mark.parametrize("sizes", [None, {"data": 1, "fsdp": 64, "tensor": 1, "expert": 1}], ids=["all axes", "fsdp"])
+@pytest.mark.parametrize("name", partition_specs.PAPER)
+def test_nothing_large_is_whole_on_every_device(name, sizes):
+    specs, state = partition_specs.specs_of(name, sizes), partition_specs.state_of(name)
+    size = {path: leaf.size * leaf.dtype.itemsize for path, leaf in state.items()}
+    whole = [path for path, spec in specs.items() if partition_specs.parts(spec, sizes or partition_specs.MESH) == 1]
+    assert [path for path in whole if size[path] > 2**20] == []
+    # What is: norms, the maps' gains and biases, counters.
+    assert sum(size[path] for path in whole) < 1e-4 * sum(size.values())
 
 
 def every_leaf(config: Any) -> dict[str, tuple[int, ...]]:
