@@ -172,13 +172,15 @@ exit_reason() { # WORKDIR: finished, stopped or halted, as summary.json has it; 
 # Kubernetes counts a pod that exits with 0 as complete, also one that was told to go and saved. So 0 is kept for the end
 # of the run: whoever was told to go, or finds a summary that is not finished, exits with another code and is started again.
 pod() {
-    local workdir='' code told=''
+    local workdir='' code told='' passed_on='' child=''
     [ "$1" = --workdir ] && [ "$3" = -- ] || fail "pod takes --workdir DIR -- COMMAND ..."
     workdir=$2
     shift 3
+    trap 'told=yes; [ -z "$child" ] || passed_on=yes; [ -z "$child" ] || kill -TERM "$child" 2>/dev/null || true' TERM INT
     "$@" &
     child=$!
-    trap 'told=yes; kill -TERM "$child" 2>/dev/null || true' TERM INT
+    # Told before there was anybody to tell; never told twice.
+    [ -z "$told" ] || [ -n "$passed_on" ] || kill -TERM "$child" 2>/dev/null || true
     await "$child"
     if [ "$code" != 0 ]; then exit "$code"; fi
     for pause in 0 10 20; do # the process that writes the summary may end after this one
