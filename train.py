@@ -24,7 +24,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument(
         "--config", required=True, metavar="FILE", help="config file with get_config(), e.g. configs/demo.py"
     )
-    parser.add_argument("--workdir", metavar="DIR", help="folder of the run; a run that it holds is resumed")
+    parser.add_argument("--workdir", metavar="DIR", help="folder of the run, or gs://BUCKET/PATH; resumes a run there")
     parser.add_argument(
         "--dry_run", action="store_true", help="print parameters, FLOPs and mesh as JSON; train nothing"
     )
@@ -33,7 +33,7 @@ def main(arguments: Sequence[str]) -> int:
     if options.workdir is None and not options.dry_run:
         raise UserError("--workdir is required: the folder of the run, e.g. --workdir runs/a")
     if options.workdir is not None:
-        cli.check_writable(options.workdir)
+        cli.check_workdir(options.workdir)
 
     # jax takes seconds to import: only a command without mistakes waits for it.
     from mhc import distributed

@@ -24,6 +24,7 @@ from eval.report import render
 from eval.runs import Arm, load, measures
 from eval.spikes import history
 from eval.topologies import paired, topologies
+from mhc import remote
 from mhc.config import DataConfig
 from mhc.errors import UserError
 from mhc.monitor.writers import read_json, write_json
@@ -47,7 +48,11 @@ def compare(paths: Sequence[str | Path], out: str | Path | None = None, *, recom
     everyone = topologies(arms)
     pairs = paired(everyone)
     histories = [history(arm) for arm in arms]
+    if out is not None and remote.is_remote(out):
+        raise UserError(f"--out: given {out}, allowed: a local folder")
     target = root if out is None else Path(out).resolve()
+    if target is None:
+        raise UserError("--out is needed where a run is in a store: a local folder for the report")
     _check_target(target)
     table = {arm.name: measures(arm) for arm in arms}
     recomputed: dict[str, Recomputed] | None = None

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from mhc import cli
+from mhc import cli, remote
 from mhc.config import Config
 from mhc.data.tokenizers import ByteTokenizer, Tokenizer
 from mhc.errors import UserError
@@ -352,9 +352,9 @@ def _row_key(seed: int, prompt: Sequence[int]) -> Any:
 # The command line -----------------------------------------------------------------------------------------------------
 
 
-def locate(checkpoint: str, step: int | None = None) -> tuple[Path, int | None]:
+def locate(checkpoint: str, step: int | None = None) -> tuple[remote.Folder, int | None]:
     """(run folder, step or None for the last) of RUN or RUN/checkpoints/STEP. Raises UserError for two steps."""
-    path = Path(checkpoint)
+    path = remote.path(checkpoint)
     if path.parent.name != "checkpoints" or not path.name.isdigit():
         return path, step
     if step not in (None, int(path.name)):

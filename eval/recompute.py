@@ -39,7 +39,7 @@ def recompute(arm: Arm) -> Recomputed:
     from mhc.train.checkpoint import load_run
 
     try:
-        loaded = load_run(arm.path)
+        loaded = load_run(arm.path if arm.source is None else arm.source)
     except UserError as error:
         return Recomputed(None, None, str(error), {})
     own = probe_run(loaded)

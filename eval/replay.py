@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mhc import cli, kinds
+from mhc import cli, kinds, remote
 from mhc import config as configs
 from mhc.config import Config, ResidualConfig
 from mhc.errors import UserError
@@ -81,7 +81,7 @@ class Replay:
 class _Stored(NamedTuple):
     """A run folder as a replay needs it."""
 
-    folder: Path
+    folder: remote.Folder  # with the checkpoints
     config: Config
     metrics: Mapping[int, Mapping[str, Any]]
     events: Sequence[Mapping[str, Any]]
@@ -112,7 +112,7 @@ def replay(
     Raises:
         UserError: no run, a step that it did not log, an override of what decides the batches, or data that is gone.
     """
-    stored = _read(Path(run))
+    stored = _read(run)
     last = max(stored.metrics)
     if not 1 <= step <= last:
         raise UserError(f"--step: given {step}, allowed: 1 to {last}, the steps that {run} has logged")
@@ -317,7 +317,7 @@ def main(arguments: Sequence[str]) -> int:
     if options.rows is not None and options.rows < 0:
         raise UserError(f"--rows: given {options.rows}, allowed: 0 (all) or more")
     given = cli.overrides(rest, parser)
-    take_cores_of(Path(options.run))
+    take_cores_of(remote.local_copy(options.run))
     result = replay(options.run, options.step, first=options.first, rows=options.rows, overrides=given, say=print)
     print(render(result))
     return 1 if result.differences else 0
@@ -336,15 +336,16 @@ def take_cores_of(run: Path) -> None:
         os.sched_setaffinity(0, own[:cores])
 
 
-def _read(folder: Path) -> _Stored:
+def _read(run: str | Path) -> _Stored:
+    folder = remote.local_copy(run)
     if not (folder / "config.json").is_file():
-        raise UserError(f"{folder}: not a run folder (it has no config.json)")
+        raise UserError(f"{run}: not a run folder (it has no config.json)")
     config = configs.from_json((folder / "config.json").read_text())
     rows = read_jsonl(folder / "metrics.jsonl") if (folder / "metrics.jsonl").exists() else []
     if not rows:
-        raise UserError(f"{folder}: has not logged a step, so there is none to replay")
+        raise UserError(f"{run}: has not logged a step, so there is none to replay")
     events = read_jsonl(folder / "events.jsonl") if (folder / "events.jsonl").exists() else []
-    return _Stored(folder, config, {int(row["step"]): row for row in rows}, events)
+    return _Stored(remote.path(run), config, {int(row["step"]): row for row in rows}, events)
 
 
 def _derived(config: Config, group: str, leaf: str) -> bool:

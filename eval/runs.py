@@ -14,9 +14,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from mhc import remote
 from mhc.errors import UserError
 from mhc.monitor.detectors import spike_score
 from mhc.monitor.writers import read_json, read_jsonl
+from mhc.remote import Folder
 
 Floats = NDArray[np.float64]
 
@@ -34,12 +36,13 @@ class Arm:
 
     Attributes:
         name: the run's folder relative to the common root.
-        path: the run's folder.
+        path: the run's folder, or a local copy of what it holds beside its checkpoints.
         config: nested mapping, as in config.json.
         metrics: one record a step.
         probes: one record a probe.
         summary: what the run wrote at its end; None when it has not ended.
         events: spikes, crossings of monitors, rewinds, resumes and the like, as they happened.
+        source: the run's folder where ``path`` is a copy: one in a store.
     """
 
     name: str
@@ -49,6 +52,7 @@ class Arm:
     probes: Sequence[Mapping[str, Any]]
     summary: Mapping[str, Any] | None
     events: Sequence[Mapping[str, Any]] = ()
+    source: Folder | None = None
 
     @property
     def kind(self) -> str:
@@ -116,34 +120,37 @@ class Arm:
         return largest(gains)
 
 
-def load(paths: Sequence[str | os.PathLike[str]]) -> tuple[Path, list[Arm], list[str]]:
-    """All runs in or under ``paths``, plain ones first, then by kind and name.
+def load(paths: Sequence[str | os.PathLike[str]]) -> tuple[Path | None, list[Arm], list[str]]:
+    """All runs in or under ``paths``, local or in a store, plain ones first, then by kind and name.
 
     Returns:
-        (root, arms, warnings): the folder that all arms are named relative to, and a line for every run left out.
+        (root, arms, warnings): the local folder that all arms are named relative to, None where a run is in a store;
+        and a line for every run left out.
 
     Raises:
         UserError: a path does not exist, there is no run, or a file of a run cannot be read.
     """
-    given = [Path(path).resolve() for path in paths]
+    given = [_resolved(path) for path in paths]
     for path in given:
+        remote.check(path)
         if not path.is_dir():
             raise UserError(f"{path}: no such folder" if not path.exists() else f"{path}: not a folder")
-    folders = sorted({folder for path in given for folder in _runs_under(path)})
+    folders = sorted({folder for path in given for folder in _runs_under(path)}, key=lambda folder: folder.parts)
     if not folders:
         raise UserError(f"{', '.join(map(str, given))}: no run here (a run is a folder that holds config.json)")
-    root = Path(os.path.commonpath([path.parent if _is_run(path) else path for path in given]))
+    root = Path(os.path.commonpath([_named(path.parent if _is_run(path) else path) for path in given]))
     arms, warnings = [], []
     for folder in folders:
-        name = folder.relative_to(root).as_posix()
-        arm = _load_run(name, folder)
+        name = _named(folder).relative_to(root).as_posix()
+        arm = _load_run(name, remote.local_copy(folder), None if isinstance(folder, Path) else folder)
         if arm is None:
             warnings.append(f"{name} is left out: it has not logged a step")
         else:
             arms.append(arm)
     if not arms:
         raise UserError(f"{', '.join(map(str, given))}: no run here has logged a step")
-    return root, sorted(arms, key=_order), warnings
+    local = all(isinstance(path, Path) for path in given)
+    return root if local else None, sorted(arms, key=_order), warnings
 
 
 def measures(arm: Arm) -> dict[str, Any]:
@@ -243,12 +250,31 @@ def gap_to_plain(arm: Arm, arms: Sequence[Arm], key: str) -> tuple[Floats, Float
     return steps, values - plain.mean(axis=0)
 
 
-def _is_run(folder: Path) -> bool:
+def _resolved(path: str | os.PathLike[str]) -> Folder:
+    folder = remote.path(path)
+    return folder.resolve() if isinstance(folder, Path) else folder
+
+
+def _named(folder: Folder) -> Path:
+    """A folder as a local path that a name can be cut from: those in a store are under /gs."""
+    return folder if isinstance(folder, Path) else Path(*folder.parts)
+
+
+def _is_run(folder: Folder) -> bool:
     return (folder / "config.json").is_file()
 
 
-def _runs_under(folder: Path) -> Iterator[Path]:
+def _runs_under(folder: Folder) -> Iterator[Folder]:
     """Run folders in or under a folder; what lies inside a run is not searched."""
+    if not isinstance(folder, Path):
+        children = sorted(folder.iterdir(), key=str)
+        if any(child.name == "config.json" for child in children):
+            yield folder
+            return
+        for child in children:
+            if not child.name.startswith(".") and child.is_dir():
+                yield from _runs_under(child)
+        return
     for current, below, files in os.walk(folder):
         if "config.json" in files:
             below.clear()
@@ -256,7 +282,7 @@ def _runs_under(folder: Path) -> Iterator[Path]:
         below[:] = [name for name in below if not name.startswith(".")]
 
 
-def _load_run(name: str, folder: Path) -> Arm | None:
+def _load_run(name: str, folder: Path, source: Folder | None) -> Arm | None:
     config = read_json(folder / "config.json")
     for field in ("residual.kind", "seed.init", "seed.data", "train.steps", "data.source"):
         section, key = field.split(".")
@@ -272,7 +298,7 @@ def _load_run(name: str, folder: Path) -> Arm | None:
     summary = read_json(folder / "summary.json") if (folder / "summary.json").exists() else None
     events = read_jsonl(folder / "events.jsonl") if (folder / "events.jsonl").exists() else []
     events = [event for event in events if isinstance(event.get("step"), int) and "event" in event]
-    return Arm(name, folder, config, metrics, probes, summary, events)
+    return Arm(name, folder, config, metrics, probes, summary, events, source)
 
 
 def _order(arm: Arm) -> tuple[int, str, list[tuple[int, str]]]:

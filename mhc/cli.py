@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 from ml_collections import ConfigDict
 
 from mhc import config as config_lib
+from mhc import remote
 from mhc.config import Config
 from mhc.errors import UserError, did_you_mean
 
@@ -141,8 +142,8 @@ def check_writable(folder: str, option: str = "--workdir") -> Path:
     """The path of a folder that is there or can be made; makes nothing. Raises UserError where it cannot be written."""
     if not folder:
         raise UserError(f"{option}: given '', allowed: the path of a folder, e.g. runs/a")
-    if "://" in folder:  # Path would make a local folder of that name, and a run there would be lost with the machine
-        raise UserError(f"{option} {folder}: a URL, allowed: the path of a folder; a bucket has to be mounted")
+    if remote.is_remote(folder):  # Path would make a local folder of that name, and what is there would be lost
+        raise UserError(f"{option} {folder}: a URL, allowed: the path of a folder")
     path = Path(folder)
     parent = path
     while not parent.exists():
@@ -151,4 +152,18 @@ def check_writable(folder: str, option: str = "--workdir") -> Path:
         raise UserError(f"{option} {folder}: {parent} is a file, allowed: a folder that can be written")
     if not os.access(parent, os.W_OK | os.X_OK):
         raise UserError(f"{option} {folder}: no permission to write in {parent}")
+    return path
+
+
+def check_workdir(folder: str) -> remote.Folder:
+    """As `check_writable` for --workdir, which may also be ``gs://BUCKET/PATH``: then the bucket is asked for."""
+    if not remote.is_remote(folder):
+        return check_writable(folder)
+    try:
+        path = remote.path(folder)
+        if len(path.parts) < 4:  # root, scheme, bucket
+            raise UserError(f"{folder}: allowed: gs://BUCKET/PATH, a folder in the bucket")
+        remote.check(path)
+    except UserError as error:
+        raise UserError(f"--workdir {error}") from None
     return path

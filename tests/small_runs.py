@@ -11,6 +11,7 @@ import jax
 
 from mhc.config import Config, from_config_dict, from_json, resolve
 from mhc.monitor.writers import read_jsonl
+from mhc.remote import Folder
 from mhc.sharding import make_mesh
 from mhc.train import run as runs
 from mhc.train.checkpoint import Checkpoints
@@ -60,7 +61,7 @@ def config(corpus: str, kind: str = "mhc", **groups: dict[str, Any]) -> Config:
     return from_config_dict(tiny(corpus, kind, **groups))
 
 
-def run(made: Config, folder: Path, devices: int = 1) -> int:
+def run(made: Config, folder: str | Path, devices: int = 1) -> int:
     """``mhc.train.run.run`` on the first devices: eight take long on few cores."""
     return runs.Run(made, folder, devices=jax.devices()[:devices]).execute()
 
@@ -73,7 +74,7 @@ def lines(run: Path, name: str, leave_out: tuple[str, ...] = CLOCK) -> list[dict
     ]
 
 
-def final_state(run: Path, devices: int = 1) -> tuple[int, Any, dict[str, Any]]:
+def final_state(run: Folder, devices: int = 1) -> tuple[int, Any, dict[str, Any]]:
     """(step, train state, the host's side without times) of the last committed checkpoint."""
     stored = from_json((run / "config.json").read_text())
     trainer = Trainer(stored, make_mesh(stored.mesh, jax.devices()[:devices]))

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from mhc import cli
+from mhc import cli, remote
 from mhc import config as configs
 from mhc.config import Config
 from mhc.errors import UserError
@@ -88,7 +88,8 @@ def export(run: str | Path, folder: str | Path, step: int | None = None, names: 
         write_tokenizer(made / "tokenizer.json", config.data.tokenizer)
         if family is None:
             shutil.copyfile(Path(__file__).with_name("standalone.py"), made / "model.py")
-        (made / "README.md").write_text(card(Path(run), loaded.step, config, family.name if family else None))
+        about = card(remote.local_copy(run), loaded.step, config, family.name if family else None)
+        (made / "README.md").write_text(about)
     return target
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -10,9 +11,11 @@ import jax
 import orbax.checkpoint as ocp
 
 from mhc import config as configs
+from mhc import remote
 from mhc.config import CheckpointConfig, Config
 from mhc.errors import UserError
 from mhc.model.decoder import Decoder, DecoderDefinition, Params
+from mhc.remote import Folder
 from mhc.train.step import TrainState
 
 FOLDER = "checkpoints"
@@ -29,7 +32,7 @@ class Checkpoints:
     and the resolved config. Saves are asynchronous; ``wait`` returns when the last one is committed.
     """
 
-    def __init__(self, workdir: Path, policy: CheckpointConfig, *, read_only: bool = False):
+    def __init__(self, workdir: Folder, policy: CheckpointConfig, *, read_only: bool = False):
         """``read_only``: for the folder of a run that may be going on; nothing is saved, deleted or cleaned up."""
         options = ocp.CheckpointManagerOptions(
             max_to_keep=policy.keep,
@@ -39,7 +42,7 @@ class Checkpoints:
             enable_async_checkpointing=True,
             read_only=read_only,
         )
-        self._manager = ocp.CheckpointManager((workdir / FOLDER).absolute(), item_names=ITEMS, options=options)
+        self._manager = ocp.CheckpointManager(_folder(workdir), item_names=ITEMS, options=options)
 
     def latest(self) -> int | None:
         """The last committed step."""
@@ -105,25 +108,32 @@ class LoadedRun(NamedTuple):
         return DecoderDefinition(self.config).bind(self.params)
 
 
-def committed_steps(run: Path) -> list[int]:
-    """Steps that a run folder holds a committed checkpoint of, ascending."""
+def committed_steps(run: Folder) -> list[int]:
+    """Steps that a run folder holds a committed checkpoint of, ascending. Raises UserError as `remote.check`."""
+    remote.check(run)
+    folder = _folder(run)
+    return sorted(ocp.utils.checkpoint_steps(folder)) if folder.is_dir() else []
+
+
+def _folder(run: Folder) -> Folder:
     folder = run / FOLDER
-    return sorted(ocp.utils.checkpoint_steps(folder.absolute())) if folder.is_dir() else []
+    return folder.absolute() if isinstance(folder, Path) else folder
 
 
-def find_checkpoint(run: str | Path, step: int | None = None) -> tuple[Config, int]:
+def find_checkpoint(run: str | os.PathLike[str], step: int | None = None) -> tuple[Config, int]:
     """(resolved config, step) of a run's checkpoint: of ``step``, or the last committed one.
 
     Raises:
       UserError: no such run, no checkpoint, or not this step; the message lists the steps there are.
     """
-    run = Path(run)
-    if not (run / "config.json").is_file():
+    place = remote.path(run)
+    stored = remote.read(place / "config.json")
+    if stored is None:
         raise UserError(f"{run}: not a run folder (it has no config.json)")
-    config = configs.from_json((run / "config.json").read_text())
-    steps = committed_steps(run)
+    config = configs.from_json(stored.decode())
+    steps = committed_steps(place)
     if not steps:
-        raise UserError(f"{run}: no committed checkpoint in {run / FOLDER}")
+        raise UserError(f"{run}: no committed checkpoint in {place / FOLDER}")
     if step is None:
         step = steps[-1]
     elif step not in steps:
@@ -131,7 +141,7 @@ def find_checkpoint(run: str | Path, step: int | None = None) -> tuple[Config, i
     return config, step
 
 
-def restore_parts(run: Path, step: int, abstract: dict[str, Any], layout: dict[str, Any]) -> dict[str, Any]:
+def restore_parts(run: Folder, step: int, abstract: dict[str, Any], layout: dict[str, Any]) -> dict[str, Any]:
     """Parts of the train state of a checkpoint, in their layout.
 
     Args:
@@ -144,7 +154,7 @@ def restore_parts(run: Path, step: int, abstract: dict[str, Any], layout: dict[s
     target = jax.tree.map(
         lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), abstract, layout
     )
-    with ocp.CheckpointManager((run / FOLDER).absolute(), item_names=ITEMS) as manager:
+    with ocp.CheckpointManager(_folder(run), item_names=ITEMS) as manager:
         if set(abstract) != {"params"}:
             host = manager.restore(step, args=ocp.args.Composite(host=ocp.args.JsonRestore()))["host"]
             if host.get("weights_only"):
@@ -155,7 +165,7 @@ def restore_parts(run: Path, step: int, abstract: dict[str, Any], layout: dict[s
         return dict(manager.restore(step, args=ocp.args.Composite(state=args))["state"])
 
 
-def load_run(run: str | Path, step: int | None = None) -> LoadedRun:
+def load_run(run: str | os.PathLike[str], step: int | None = None) -> LoadedRun:
     """Config and parameters of a run folder on one device, at ``step`` or the last committed one.
 
     Raises:
@@ -164,7 +174,7 @@ def load_run(run: str | Path, step: int | None = None) -> LoadedRun:
     config, step = find_checkpoint(run, step)
     abstract = {"params": DecoderDefinition(config).abstract()}
     device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    restored = restore_parts(Path(run), step, abstract, jax.tree.map(lambda leaf: device, abstract))
+    restored = restore_parts(remote.path(run), step, abstract, jax.tree.map(lambda leaf: device, abstract))
     return LoadedRun(config, step, restored["params"])
 
 
@@ -179,7 +189,7 @@ def save_weights(workdir: Path, params: Params, config: Config, **about: Any) ->
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
     piece = max(size // 256, 2**22)  # bytes
     options = ocp.CheckpointManagerOptions(enable_async_checkpointing=False)
-    with ocp.CheckpointManager((workdir / FOLDER).absolute(), item_names=ITEMS, options=options) as manager:
+    with ocp.CheckpointManager(_folder(workdir), item_names=ITEMS, options=options) as manager:
         state = ocp.args.PyTreeSave(
             {"params": params},
             save_args=jax.tree.map(lambda leaf: ocp.SaveArgs(chunk_byte_size=piece), {"params": params}),

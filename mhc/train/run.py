@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
-import logging
 import math
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -17,7 +15,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from mhc import config as configs
-from mhc import distributed
+from mhc import distributed, remote
 from mhc.config import Config
 from mhc.data import pipeline, tokenizers
 from mhc.data.tokenizers import Tokenizer
@@ -33,7 +31,6 @@ from mhc.train.optimizer import GROUPS, group_of
 from mhc.train.record import Alarm, Record, batch_hash
 from mhc.train.step import Faults, Trainer, TrainState, sublayer_name
 
-log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 # Peak dense bfloat16 FLOP/s of one chip, by the start of jax's device_kind: the denominator of mfu.
@@ -74,7 +71,8 @@ def dry_run(config: Config) -> dict[str, Any]:
 def run(config: Config, workdir: str | Path) -> int:
     """Train to ``train.steps``, from the last committed checkpoint of ``workdir`` if there is one.
 
-    Where several processes share the run (`mhc.distributed`), all of them call this.
+    Where several processes share the run (`mhc.distributed`), all of them call this. ``workdir`` may be ``gs://…``
+    (`mhc.remote`).
 
     Returns:
       The exit code: 0 when the run ended or was asked to stop (SIGTERM, SIGINT) and saved, 3 when the guard halted it.
@@ -86,25 +84,8 @@ def run(config: Config, workdir: str | Path) -> int:
     """
     with distributed.leaving_when_lost(str(workdir)):
         with distributed.together():
-            made = Run(config, Path(workdir))
+            made = Run(config, workdir)
         return made.execute()
-
-
-@contextlib.contextmanager
-def lock(workdir: Path) -> Iterator[None]:
-    """Holds a run folder against other processes of this machine; the lock ends with the process, however it ends.
-
-    Raises:
-      UserError: another process holds it.
-    """
-    with (workdir / ".lock").open("a") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UserError(f"{workdir}: another process is training in this folder") from None
-        except OSError:
-            log.info("%s: this file system has no locks", workdir)
-        yield
 
 
 class Pending(NamedTuple):
@@ -122,7 +103,7 @@ class Run:
     def __init__(
         self,
         config: Config,
-        workdir: Path,
+        workdir: str | Path,
         faults: Faults | None = None,
         devices: Sequence[jax.Device] | None = None,
     ):
@@ -131,8 +112,9 @@ class Run:
         Args:
           faults: test hook. devices: those to use; None: all.
         """
-        self.workdir = workdir
         self.primary = distributed.primary()
+        self.home = remote.home(workdir, jax.process_index())
+        self.place = self.home.place  # as the user named it
         self.faults = faults
         self.tokenizer: Tokenizer = tokenizers.load(config.data.tokenizer)
         self.config = configs.resolve(config, self.tokenizer.vocab_size)
@@ -143,7 +125,7 @@ class Run:
         if self.config.monitor.wandb != "off":
             WandbWriter.check(self.config.monitor.wandb)
         self.changes = self._check_stored()
-        if not committed_steps(workdir):
+        if not committed_steps(self.place):
             start.source(self.config)
         # Everything that the user's data can make fail comes before the first file is written.
         self.data = pipeline.train_iterator(
@@ -171,10 +153,8 @@ class Run:
         self.left_out: dict[int, int] = {}  # batches left out after a rewind to a step
 
     def _check_stored(self) -> dict[str, tuple[Any, Any]]:
-        stored = self.workdir / "config.json"
-        if not stored.is_file():
-            return {}
-        return configs.check_resume(configs.from_json(stored.read_text()), self.config)
+        stored = remote.read(self.place / "config.json")
+        return {} if stored is None else configs.check_resume(configs.from_json(stored.decode()), self.config)
 
     # ------------------------------------------------------------------------------------------------------------ run
 
@@ -185,14 +165,15 @@ class Run:
             with distributed.together():
                 self._check_same(configs.from_json(distributed.gather(configs.to_json(self.config))[0]))
             with distributed.together():
-                if self.primary:
-                    self._take_folder(closing)
+                self.home.wait_until_free()
+            with distributed.together():
+                closing.enter_context(self.home.held(writes=self.primary))
             train, monitor = self.config.train, self.config.monitor
             stream = None if self.primary else closing.enter_context(open(os.devnull, "w"))  # one process speaks
-            self.progress = Progress(train.steps, every=monitor.progress_every, label=self.workdir.name, stream=stream)
+            self.progress = Progress(train.steps, every=monitor.progress_every, label=self.place.name, stream=stream)
             closing.callback(self.progress.close)
             if distributed.gather(self._finished())[0]:
-                self.progress.note(f"{self.workdir}: finished already")
+                self.progress.note(f"{self.place}: finished already")
                 return 0
             self._open(closing)
             if self.step < train.steps:
@@ -205,29 +186,22 @@ class Run:
             if not name.startswith("distributed."):
                 raise UserError(f"{name}: given {ours!r}, allowed: what process 0 has, {theirs!r}")
 
-    def _take_folder(self, closing: contextlib.ExitStack) -> None:
-        try:
-            self.workdir.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise UserError(f"{self.workdir}: the folder cannot be made: {error.strerror}") from None
-        closing.enter_context(lock(self.workdir))
-
     def _finished(self) -> bool:
         """Whether the folder holds the whole run: a checkpoint of the last step, and the summary as of then."""
-        steps, summary = committed_steps(self.workdir), self.workdir / "summary.json"
+        steps, summary = committed_steps(self.place), self.home.files / "summary.json"
         if not steps or steps[-1] < self.config.train.steps or not summary.is_file():
             return False
         return read_json(summary)["steps"] == steps[-1]
 
     def _open(self, closing: contextlib.ExitStack) -> None:
         """Make or restore the state, cut the record to it, and open the writers."""
-        config, workdir = self.config, self.workdir
+        config, place = self.config, self.place
         for name, (before, after) in self.changes.items():
-            self.progress.note(f"{workdir}: {name} changed from {before!r} to {after!r}")
+            self.progress.note(f"{place}: {name} changed from {before!r} to {after!r}")
         if self.primary:
-            write_json(workdir / "config.json", configs.to_dict(config))
+            write_json(self.home.files / "config.json", configs.to_dict(config))
         self.trainer = Trainer(config, self.mesh, self.faults)
-        self.checkpoints = Checkpoints(workdir, config.checkpoint)
+        self.checkpoints = Checkpoints(place, config.checkpoint)
         closing.callback(self.checkpoints.close)
         self.flops_per_token = flops_per_token(config)
         self.probe = None
@@ -244,16 +218,18 @@ class Run:
         self.began = self.last_time = time.perf_counter()
         if latest is not None and self.step < config.train.steps:
             self.record.event("resume", self.step, changes={name: list(pair) for name, pair in self.changes.items()})
-            self.progress.note(f"{workdir}: resuming after step {self.step}")
+            self.progress.note(f"{place}: resuming after step {self.step}")
 
     def _make_record(self, last_step: int, *, keep_events: bool = False) -> Record:
         """The record cut to a step. Process 0 cuts and writes it; the others read it first, to judge alike."""
         made: Record | None = None
         with distributed.together():
             if self.primary:
-                made = Record(self.workdir, self.config, last_step, self.progress, keep_events=keep_events)
+                made = Record(self.home.files, self.config, last_step, self.progress, keep_events=keep_events)
+                self.home.push()
         if made is None:
-            made = Record(self.workdir, self.config, last_step, self.progress, writes=False)
+            self.home.pull()
+            made = Record(self.home.files, self.config, last_step, self.progress, writes=False)
         distributed.wait("the record is read")
         return made
 
@@ -266,7 +242,7 @@ class Run:
             return
         host = self.checkpoints.host(step)
         if host.get("weights_only"):  # imported: no step was taken yet
-            self.state = start.state_of_weights(self.trainer, self.workdir, step)
+            self.state = start.state_of_weights(self.trainer, self.place, step)
             self.step, self.tokens = step, 0
             self.data.set_state(self.data_start)
             return
@@ -388,6 +364,9 @@ class Run:
             "seconds": self._seconds(),
             "rewinds": self.rewinds,
         }
+        with distributed.together():
+            if self.primary:  # a checkpoint is never ahead of the lines up to its step
+                self.home.push()
         self.checkpoints.save(self.step, self.state, host, self.config)
         self.last_time = time.perf_counter()
 
@@ -477,7 +456,7 @@ class Run:
             rewinds=self.rewinds,
         )
         self.progress.note(
-            f"{self.workdir}: {alarm.event['cause']} at step {alarm.step}: back to step {self.step}, "
+            f"{self.place}: {alarm.event['cause']} at step {alarm.step}: back to step {self.step}, "
             f"{skipped} batches left out"
         )
         self.last_time = time.perf_counter()
@@ -520,9 +499,9 @@ class Run:
             "exit_reason": reason,
         }
         if self.primary:
-            write_json(self.workdir / "summary.json", whole)
+            write_json(self.home.files / "summary.json", whole)
         if reason == "stopped":
-            self.progress.note(f"{self.workdir}: stopped and saved after step {self.step}; the same command resumes it")
+            self.progress.note(f"{self.place}: stopped and saved after step {self.step}; the same command resumes it")
         if reason == "halted":
-            self.progress.note(f"{self.workdir}: halted: {self.halted}; saved after step {self.step}, see events.jsonl")
+            self.progress.note(f"{self.place}: halted: {self.halted}; saved after step {self.step}, see events.jsonl")
         return 3 if reason == "halted" else 0

@@ -6,15 +6,15 @@ A plain model goes on as one of streams (upcycling) where the new maps begin as 
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 
-from mhc import kinds
+from mhc import kinds, remote
 from mhc.config import Config, ResidualConfig
 from mhc.errors import UserError
 from mhc.model.decoder import DecoderDefinition
+from mhc.remote import Folder
 from mhc.sharding import path_of
 from mhc.train.checkpoint import find_checkpoint, restore_parts
 from mhc.train.optimizer import make_optimizer
@@ -89,7 +89,7 @@ def fresh(definition: DecoderDefinition, seed: int, layout: Any, wanted: Callabl
 class Source(NamedTuple):
     """The checkpoint that ``train.init_from`` names."""
 
-    run: Path
+    run: Folder
     step: int
     config: Config
 
@@ -106,13 +106,13 @@ def source(config: Config) -> Source | None:
         return None
     run, at, step = text.rpartition("@")
     numbered = bool(at) and step.isdigit()
-    if at and not numbered and (Path(run) / "config.json").is_file():
-        raise UserError(f"train.init_from: {text}: given step {step!r}, allowed: an int >= 0")
     try:
+        if at and not numbered and remote.read(remote.path(run) / "config.json") is not None:
+            raise UserError(f"{text}: given step {step!r}, allowed: an int >= 0")
         found, last = find_checkpoint(run if numbered else text, int(step) if numbered else None)
     except UserError as error:
         raise UserError(f"train.init_from: {error}") from None
-    made = Source(Path(run if numbered else text), last, found)
+    made = Source(remote.path(run if numbered else text), last, found)
     ours, theirs = _shapes(config), _shapes(found)
     if not _same_maps(config, found):
         _check_upcycling(config, found)
@@ -154,7 +154,7 @@ def initial_state(trainer: Trainer) -> TrainState:
     return state._replace(**{name: leaf for name, leaf in restored.items() if name != "params"})
 
 
-def state_of_weights(trainer: Trainer, run: Path, step: int) -> TrainState:
+def state_of_weights(trainer: Trainer, run: Folder, step: int) -> TrainState:
     """The state that begins with the parameters of a checkpoint which holds nothing else."""
     wanted, layout = {"params": trainer.abstract.params}, {"params": trainer.layout.params}
     return trainer.begin(restore_parts(run, step, wanted, layout)["params"])

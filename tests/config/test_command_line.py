@@ -113,7 +113,7 @@ def test_a_missing_config_file_is_told_with_its_neighbour() -> None:
         (["--config", DEMO, "--work", "a"], "unknown argument --work (did you mean --workdir?)"),
         (["--config", DEMO, "--workdir", f"{DEMO}/a"], "is a file, allowed: a folder that can be written"),
         (["--config", DEMO, "--workdir", DEMO], "is a file, allowed: a folder that can be written"),
-        (["--config", DEMO, "--workdir", "gs://b/r"], "--workdir gs://b/r: a URL, allowed: the path of a folder"),
+        (["--config", DEMO, "--workdir", "gs://b/r"], "--workdir gs://b/r: no name of a bucket"),
         (
             ["--config", DEMO, "--config.residual.kind=plain", "--config.residual.n=2"],
             "residual.n: given 2, allowed: 1",

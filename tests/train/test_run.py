@@ -22,6 +22,7 @@ from mhc.data.tokenizers import load
 from mhc.errors import UserError
 from mhc.monitor import probes
 from mhc.monitor.writers import read_json, read_jsonl
+from mhc.remote import lock
 from mhc.sharding import make_mesh, put_batch
 from mhc.train import run as runs
 from mhc.train.checkpoint import Checkpoints, committed_steps, load_run
@@ -339,7 +340,7 @@ def test_a_user_s_mistake_writes_nothing(corpus, tmp_path):
 
 
 def test_a_folder_has_one_process_at_a_time(corpus, finished):
-    with runs.lock(finished), pytest.raises(UserError, match="another process"):
+    with lock(finished), pytest.raises(UserError, match="another process"):
         run(config(corpus), finished)
 
 
