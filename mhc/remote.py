@@ -78,7 +78,8 @@ def path(text: str | os.PathLike[str]) -> Folder:
 
     # A cached listing does not see what other processes wrote.
     fsspec.config.conf.setdefault("gcs", {}).setdefault("use_listings_cache", False)
-    logging.getLogger("gcsfs").setLevel(logging.CRITICAL)  # it logs tracebacks of what is said in a line here
+    for name in ("gcsfs", "google.auth"):  # they log, with tracebacks, what is said in a line here
+        logging.getLogger(name).setLevel(logging.CRITICAL)
     return epath.Path(text)
 
 
@@ -102,6 +103,7 @@ def check(folder: Folder) -> None:
 @functools.cache  # of what went well
 def _check_bucket(bucket: str) -> None:
     import google.auth.exceptions
+    import requests
     from google.api_core import exceptions, retry
     from google.cloud import storage
 
@@ -117,9 +119,11 @@ def _check_bucket(bucket: str) -> None:
         ) from None
     except google.auth.exceptions.GoogleAuthError as error:
         raise UserError(f"gs://{bucket}: no credentials (gcloud auth application-default login): {error}") from None
-    except (exceptions.GoogleAPIError, OSError) as error:
+    except (exceptions.RetryError, requests.RequestException) as error:
         first = str(error).splitlines()[0][:200]
         raise UserError(f"gs://{bucket}: no answer within {PATIENCE:.0f} s: {first}") from None
+    except (exceptions.GoogleAPIError, OSError) as error:  # the second: no project is known
+        raise UserError(f"gs://{bucket}: cannot be asked: {error}") from None
 
 
 @contextlib.contextmanager

@@ -6,6 +6,7 @@ Objects live in memory. A test may look at them, and make requests fail.
 from __future__ import annotations
 
 import base64
+import contextlib
 import dataclasses
 import hashlib
 import itertools
@@ -13,11 +14,13 @@ import json
 import re
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
+
+import pytest
 
 PAGE = 100  # objects a listing gives at once: small, so that runs have several pages
 
@@ -68,6 +71,20 @@ class ObjectStore:
     def read(self, bucket: str, name: str) -> bytes:
         """An object's content."""
         return self.buckets[bucket][name].content
+
+
+@contextlib.contextmanager
+def serving(*buckets: str) -> Iterator[ObjectStore]:
+    """A store that every client of this process, and of those that it starts, talks to."""
+    made = ObjectStore(*buckets)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("STORAGE_EMULATOR_HOST", made.url)  # gcsfs, google-cloud-storage
+        patch.setenv("TENSORSTORE_GCS_HTTP_URL", made.url)
+        patch.setenv("GCE_METADATA_ROOT", made.url.removeprefix("http://"))
+        patch.setenv("NO_GCE_CHECK", "true")
+        patch.setenv("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
+        yield made
+    made.close()
 
 
 class _Server(ThreadingHTTPServer):

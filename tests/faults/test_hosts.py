@@ -46,8 +46,10 @@ def start(
     folder: Path,
     program: Sequence[str] = ("train.py",),
     second: dict[str, dict[str, Any]] | None = None,
+    workdir: str | None = None,
 ) -> list[subprocess.Popen[str]]:
-    """The run on two processes of four devices each; `second`: fields that only the second one has."""
+    """The run on two processes of four devices each; `second`: fields that only the second one has.
+    `workdir`: where the run goes if not to the folder."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
@@ -66,7 +68,7 @@ def start(
         with (folder.parent / f"stderr{number}").open("w") as stderr:
             started.append(
                 subprocess.Popen(
-                    [sys.executable, *program, "--config", str(file), "--workdir", str(folder)],
+                    [sys.executable, *program, "--config", str(file), "--workdir", workdir or str(folder)],
                     cwd=ROOT,
                     text=True,
                     stdout=subprocess.DEVNULL,

@@ -47,8 +47,8 @@ def reference(fields: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) 
     return folder
 
 
-def start(fields: dict[str, Any], folder: Path) -> subprocess.Popen[str]:
-    """train.py on a config file of these fields."""
+def start(fields: dict[str, Any], folder: Path, workdir: str | None = None) -> subprocess.Popen[str]:
+    """train.py on a config file of these fields. `workdir`: where the run goes if not to the folder."""
     file = folder.parent / "config.py"
     file.write_text(
         "import json\nfrom ml_collections import ConfigDict\n\n\n"
@@ -56,7 +56,7 @@ def start(fields: dict[str, Any], folder: Path) -> subprocess.Popen[str]:
     )
     flags = re.sub(r"(device_count)=\d+", rf"\1={DEVICES}", os.environ["XLA_FLAGS"])
     return subprocess.Popen(
-        [sys.executable, "train.py", "--config", str(file), "--workdir", str(folder)],
+        [sys.executable, "train.py", "--config", str(file), "--workdir", workdir or str(folder)],
         cwd=ROOT,
         text=True,
         stdout=subprocess.DEVNULL,

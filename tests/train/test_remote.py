@@ -34,7 +34,7 @@ from mhc.train import start
 from mhc.train.checkpoint import Checkpoints, committed_steps, find_checkpoint, load_run
 from mhc.train.record import Record
 from tests import small_runs
-from tests.object_store import ObjectStore
+from tests.object_store import ObjectStore, serving
 from tests.small import assert_identical, trainer
 from tests.small_runs import final_state, lines, resolved, run, write_corpus
 
@@ -56,15 +56,8 @@ def _programs_are_compiled_once() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def store() -> Iterator[ObjectStore]:
     """A store with two buckets, which every client of this process talks to."""
-    made = ObjectStore("bucket", "private")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("STORAGE_EMULATOR_HOST", made.url)  # gcsfs, google-cloud-storage
-        patch.setenv("TENSORSTORE_GCS_HTTP_URL", made.url)
-        patch.setenv("GCE_METADATA_ROOT", made.url.removeprefix("http://"))
-        patch.setenv("NO_GCE_CHECK", "true")
-        patch.setenv("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
+    with serving("bucket", "private") as made:
         yield made
-    made.close()
 
 
 def config(corpus: str, **groups: dict[str, Any]) -> Config:
