@@ -23,9 +23,10 @@ from mhc.errors import UserError, did_you_mean
 from tpu import hlo, xla_process
 from tpu.slices import CHIPS, GIB, Slice, parse_slice
 
-# For the search's first guess of how many rows a device can work on at once; what XLA plans decides.
-WORKSPACE = 60  # bytes for each number of a row's streams, beside those that are kept
-GUESSED_SHARE = 0.8  # of the memory
+# For the search's first guess of how many rows a device can work on at once; what XLA plans decides. Bytes of a block's
+# temporaries for each token and unit of width, and for each stream of it besides: as XLA planned the paper's models.
+WORKSPACE, WORKSPACE_OF_STREAM = 120, 45
+GUESSED_SHARE = 0.92  # of the memory
 
 
 class Held(NamedTuple):
@@ -174,13 +175,20 @@ def candidates(config: Config, slice_: Slice) -> Iterator[Config]:
         counts = [config.train.accumulation]
         if counts == [1]:
             most = _rows(placed)  # of a device, were all done at once
-            room = GUESSED_SHARE * slice_.hbm - held(_accumulating(placed, most)).bound
-            guess = max(1, int(room / (_row_bytes(placed) + WORKSPACE * _row_numbers(placed))))
+            room = GUESSED_SHARE * slice_.hbm - _standing(placed)
+            workspace = (WORKSPACE / config.streams + WORKSPACE_OF_STREAM) * _row_numbers(placed)
+            guess = max(1, int(room / (_row_bytes(placed) + workspace)))
             counts = sorted({most // max(d for d in _divisors(most) if d <= guess), most})
         for count in counts:
             tried = _accumulating(placed, count)
             if held(tried).bound <= slice_.hbm:
                 yield tried
+
+
+def _standing(config: Config) -> int:
+    """Bytes that do not grow with the rows: parameters, optimiser, gradients of a micro-batch and their sums."""
+    sizes = held(config)
+    return 3 * sizes.parameters + sizes.optimizer
 
 
 def _divisors(number: int) -> list[int]:
