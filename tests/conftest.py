@@ -42,3 +42,20 @@ def _programs_of_one_module() -> Iterator[None]:
     if "jax" in sys.modules:
         sys.modules["jax"].clear_caches()
         gc.collect()
+
+
+_cases: dict[tuple[str, str], int] = {}
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Adds up what passed tests recorded as ``record_property("cases of …", count)``, by file."""
+    path = report.nodeid.partition("::")[0]
+    for name, count in report.user_properties:
+        if report.when == "call" and report.passed and name.startswith("cases of "):
+            _cases[path, name] = _cases.get((path, name), 0) + int(str(count))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """A line for each kind of cases, of tests that go through many each."""
+    for (path, name), count in _cases.items():
+        terminalreporter.write_line(f"{path}: {count} {name} passed")

@@ -122,9 +122,8 @@ def compare(kind: str, feed_forward: str, optimizer: str, mesh: str, leading: in
     if apart.size:
         step = int(apart[0])
         moved = np.abs(found.loads[step] - expected.loads[step]).sum() / 2
-        pytest.fail(
-            f"step {step}: {moved:.0f} choices of experts differ; {near_tie(kind, optimizer, leading, step, start)}"
-        )
+        tie = near_tie(kind, optimizer, leading, step, start)
+        pytest.fail(f"step {step}: {moved:.0f} choices of experts differ; {tie}")
     error = np.abs(found.losses / expected.losses - 1.0).max()
     assert error <= LOSS, f"loss curves differ by {error:.1e}"
     assert expected.losses[-1] < expected.losses[0]
@@ -144,7 +143,8 @@ def near_tie(kind: str, optimizer: str, leading: int, step: int, start: Callable
     state = start(made)
     for number in range(step):
         state, _ = made.step(state, put_batch(packed(8, seed=number, padding=True), made.mesh))
-    return f"the closest scores of one device are {margin(config, state.params, packed(8, seed=step, padding=True)):.1e} apart"
+    closest = margin(config, state.params, packed(8, seed=step, padding=True))
+    return f"the closest scores of one device are {closest:.1e} apart"
 
 
 @pytest.mark.parametrize(("kind", "feed_forward", "optimizer", "mesh"), FAST)
