@@ -49,10 +49,11 @@ def config_of(kind: str, mesh: dict[str, int], **groups: dict[str, Any]) -> Conf
 @pytest.fixture
 def _compiled_now() -> Iterator[None]:
     """The compiler's warnings are not in its cache, and a program with a fault shall not go there."""
-    before = jax.config.jax_enable_compilation_cache
+    name = "jax_enable_compilation_cache"
+    before = getattr(jax.config, name)
 
     def use(cache: bool) -> None:
-        jax.config.update("jax_enable_compilation_cache", cache)
+        jax.config.update(name, cache)
         compilation_cache.reset_cache()  # else what it decided at first holds
         jax.clear_caches()
 
@@ -76,9 +77,13 @@ def compiled(config: Config) -> str:
     params = definition.abstract()
     layout = sharding.shardings(params, mesh)
     tokens = jax.ShapeDtypeStruct((ROWS, TOKENS), jnp.int32)
-    program = jax.jit(run, in_shardings=(layout, sharding.batch_sharding(mesh)), out_shardings=layout)
-    options = sharding.compiler_options(mesh)
-    text = program.lower(params, tokens).compile(compiler_options=options).as_text()
+    program = jax.jit(
+        run,
+        in_shardings=(layout, sharding.batch_sharding(mesh)),
+        out_shardings=layout,
+        compiler_options=sharding.compiler_options(mesh),
+    )
+    text = program.lower(params, tokens).compile().as_text()
     assert text is not None
     return text
 
@@ -168,7 +173,7 @@ def test_gathered_streams_would_be_seen(
     assert largest_held(text, config) >= STREAMS * WIDTH
 
 
-EXPERTS = {"moe": {"experts": 4, "top_k": 2, "width": 20}}
+EXPERTS: dict[str, dict[str, Any]] = {"moe": {"experts": 4, "top_k": 2, "width": 20}}
 EXPERT_MESH = {"fsdp": 2, "expert": 4}
 
 
@@ -213,7 +218,7 @@ def test_gathered_experts_and_tokens_would_be_seen(monkeypatch: pytest.MonkeyPat
 
 REMADE = "Involuntary full rematerialization"
 # Every way to look a row up, and latent attention's narrow matrices.
-OTHERS = {
+OTHERS: dict[str, dict[str, Any]] = {
     "positions": {"kind": "learned"},
     "data": {"sequence_length": TOKENS},
     "attention": {"kind": "mla", "heads": 8, "head_dim": 4, "kv_rank": 16, "q_rank": 24, "impl": "xla"},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import jax
 import pytest
@@ -17,7 +18,7 @@ from tests.small import assert_identical, small, trainer
 MESH = {"data": 1, "fsdp": 2, "tensor": 2, "expert": 2}
 
 
-def config_of(**groups: dict[str, object]) -> Config:
+def config_of(**groups: dict[str, Any]) -> Config:
     """Sizes by which an array and its part are never taken for one another."""
     return small(
         "mhc",
