@@ -14,6 +14,7 @@ import os
 import signal
 import socket
 import sys
+import time
 from collections.abc import Iterator
 from types import FrameType
 from typing import Any
@@ -37,18 +38,15 @@ def initialize(config: DistributedConfig) -> None:
     Where they do not find each other within ``start_timeout``, jax.distributed ends the process with its own message.
 
     Raises:
-      UserError: the environment names no cluster, or the coordinator's host is unknown.
+      UserError: the environment names no cluster.
+      SystemExit: with code ``LOST``, where the coordinator's host has no address by then.
     """
     if config.cluster == "none":
         return
     given: dict[str, Any] = {}
     if config.cluster == "address":
         assert config.coordinator is not None  # the config sees to it
-        host = config.coordinator.rpartition(":")[0]
-        try:
-            socket.getaddrinfo(host.strip("[]"), None)
-        except OSError as error:
-            raise UserError(f"distributed.coordinator: host {host} is unknown: {error.strerror}") from None
+        _await_host(config.coordinator.rpartition(":")[0].strip("[]"), config.start_timeout)
         sys.stderr.write(
             f"process {config.process_id} of {config.processes}: joining the others at {config.coordinator}, "
             f"for at most {config.start_timeout} s\n"
@@ -76,6 +74,24 @@ def initialize(config: DistributedConfig) -> None:
             f"distributed.cluster: given {config.cluster!r}, but the environment does not describe such a cluster "
             f"({missing}); allowed: none, or address with coordinator, processes and process_id"
         ) from None
+
+
+def _await_host(host: str, seconds: float) -> None:
+    """Until the host has an address: that of a process that starts at the same time may come late."""
+    end, told = time.monotonic() + seconds, False
+    while True:
+        try:
+            socket.getaddrinfo(host, None)
+            return
+        except OSError as error:
+            said = f"distributed.coordinator: host {host}: {error.strerror or error}"
+        if time.monotonic() >= end:
+            sys.stderr.write(f"error: {said}, after {seconds:g} s\n")
+            sys.exit(LOST)
+        if not told:
+            sys.stderr.write(f"{said}; trying for at most {seconds:g} s\n")
+            told = True
+        time.sleep(1.0)
 
 
 def primary() -> bool:

@@ -35,11 +35,19 @@ def test_an_environment_without_a_cluster_is_refused_in_a_line(cluster, monkeypa
     assert jax.process_count() == 1
 
 
-def test_an_unknown_host_is_refused(capfd):
-    given = DistributedConfig(cluster="address", coordinator="no.such.host.invalid:1234", processes=2)
-    with pytest.raises(UserError, match=r"distributed.coordinator: host no.such.host.invalid is unknown"):
+def test_a_host_without_an_address_is_waited_for_and_then_given_up(capsys, monkeypatch):
+    """With the code of a loss, which is worth another try, not that of a mistake."""
+    given = DistributedConfig(cluster="address", coordinator="later.invalid:1234", processes=2, start_timeout=3)
+    clock, tries = iter(range(100)), []
+    monkeypatch.setattr(distributed.time, "monotonic", lambda: next(clock))
+    monkeypatch.setattr(distributed.time, "sleep", tries.append)
+    with pytest.raises(SystemExit) as left:
         distributed.initialize(given)
-    assert capfd.readouterr().err == ""
+    assert left.value.code == distributed.LOST and len(tries) == 2
+    waiting, error = capsys.readouterr().err.splitlines()
+    assert "trying for at most 3 s" in waiting and error.startswith(
+        "error: distributed.coordinator: host later.invalid"
+    )
 
 
 @pytest.mark.parametrize(
