@@ -38,7 +38,8 @@ def test_an_environment_without_a_cluster_is_refused_in_a_line(cluster, monkeypa
 def test_a_host_without_an_address_is_waited_for_and_then_given_up(capsys, monkeypatch):
     """With the code of a loss, which is worth another try, not that of a mistake."""
     given = DistributedConfig(cluster="address", coordinator="later.invalid:1234", processes=2, start_timeout=3)
-    clock, tries = iter(range(100)), []
+    tries: list[float] = []
+    clock = iter(range(100))
     monkeypatch.setattr(distributed.time, "monotonic", lambda: next(clock))
     monkeypatch.setattr(distributed.time, "sleep", tries.append)
     with pytest.raises(SystemExit) as left:
