@@ -66,6 +66,7 @@ class Collectives(NamedTuple):
 
 
 class _Line(NamedTuple):
+    name: str  # of its computation and itself
     operation: str
     size: int  # bytes of the result
     calls: tuple[str, ...]
@@ -119,33 +120,42 @@ def _computations(text: str) -> tuple[str, dict[str, list[_Line]]]:
         if operation[2] == "while":
             known, condition = _TRIPS.search(line), _CONDITION.search(line)
             repeats = int(known[1]) if known else bounds.get(condition[1] if condition else "", 1)
-        shared = channel[1] if channel else line.split(" = ")[0].strip()
-        found[current].append(_Line(operation[2], _size(operation[1]), called, repeats, shared))
+        name = f"{current}/{line.split(' = ')[0].strip()}"
+        shared = channel[1] if channel else name
+        found[current].append(_Line(name, operation[2], _size(operation[1]), called, repeats, shared))
     return entry, found
 
 
 def collectives(text: str) -> dict[str, Collectives]:
     """The collectives of a compiled program by kind, those in loops as often as the loops run.
 
-    An asynchronous collective, which a compiler may spread over several instructions and fusions, counts once; a loop
-    whose trip count cannot be read counts as one round.
+    An asynchronous collective, which a compiler may spread over several fusions, counts once; a loop whose trip count
+    cannot be read counts as one round. What XLA:TPU fuses to an all-reduce of which a device keeps its part is a
+    reduce-scatter.
     """
     entry, computations = _computations(text)
     found: dict[tuple[str, str], Collectives] = {}
 
-    def walk(name: str, times: int) -> None:
+    def count(kind: str, key: str, times: int, size: int) -> None:
+        before = found.get((kind, key), Collectives(0, 0))
+        found[kind, key] = Collectives(max(before.number, times), max(before.size, times * size))
+
+    def walk(name: str, times: int, fused: bool) -> None:
         for line in computations.get(name, ()):
             kind = line.operation.removesuffix("-start")
             if kind in KINDS:
                 # The result of a start holds the operand too.
                 size = line.size // 2 if line.operation.endswith("-start") and kind != "all-reduce" else line.size
-                before = found.get((kind, line.channel), Collectives(0, 0))
-                found[kind, line.channel] = Collectives(max(before.number, times), max(before.size, times * size))
+                # Channels are no names: those of different instructions may be the same.
+                count(kind, line.channel if fused else line.name, times, size)
                 continue  # a reduction's own computation holds no collective
+            if line.operation == "fusion" and line.calls and line.calls[0].startswith("all-reduce-scatter"):
+                count("reduce-scatter", line.name, times, line.size)
+                continue
             for called in line.calls:
-                walk(called, times * line.trips)
+                walk(called, times * line.trips, fused or line.operation == "fusion")
 
-    walk(entry, 1)
+    walk(entry, 1, False)
     totals = {kind: [one for (name, _), one in found.items() if name == kind] for kind in KINDS}
     return {
         kind: Collectives(sum(one.number for one in every), sum(one.size for one in every))

@@ -51,10 +51,19 @@ def test_collectives_of_a_loop_count_as_often_as_it_runs():
 
 
 def test_parts_of_one_asynchronous_collective_count_once():
+    """Parts lie in fusions and share a channel; instructions that share one elsewhere are different collectives."""
     text = """
+%first (p: bf16[1,8]) -> bf16[4,8] {
+  %a = bf16[4,8]{1,0} all-gather(%p), channel_id=7, dimensions={0}
+}
+
+%second (p: bf16[1,8]) -> bf16[4,8] {
+  %a = bf16[4,8]{1,0} all-gather(%p), channel_id=7, dimensions={0}
+}
+
 %body (p: (s32[], bf16[4,8])) -> (s32[], bf16[4,8]) {
-  %a = bf16[4,8]{1,0} all-gather(%x), channel_id=7, dimensions={0}
-  %b = bf16[4,8]{1,0} all-gather(%x), channel_id=7, dimensions={0}
+  %x = bf16[4,8]{1,0} fusion(%w), kind=kOutput, calls=%first
+  %y = bf16[4,8]{1,0} fusion(%x), kind=kOutput, calls=%second
 }
 
 %below (p: (s32[], bf16[4,8])) -> pred[] {
@@ -62,13 +71,24 @@ def test_parts_of_one_asynchronous_collective_count_once():
   ROOT %lt = pred[] compare(%i, %limit), direction=LT
 }
 
+%all-reduce-scatter.3 (p: f32[64]) -> f32[16] {
+  %whole = f32[64]{0} all-reduce(%p), channel_id=11, to_apply=%add
+  ROOT %part = f32[16]{0} dynamic-slice(%whole, %i), dynamic_slice_sizes={16}
+}
+
 ENTRY %main (x: bf16[1,8]) -> bf16[4,8] {
   %loop = (s32[], bf16[4,8]) while(%init), condition=%below, body=%body
   %start = (f32[2]{0}, f32[8]{0}) all-gather-start(%y), channel_id=9
   %done = f32[8]{0} all-gather-done(%start)
+  %scattered = f32[16]{0} fusion(%z), kind=kCustom, calls=%all-reduce-scatter.3
+  %b = f32[32]{0} reduce-scatter(%z), channel_id=1, dimensions={0}
+  %c = f32[32]{0} reduce-scatter(%v), channel_id=1, dimensions={0}
 }
 """
-    assert hlo.collectives(text) == {"all-gather": hlo.Collectives(13, 12 * 4 * 8 * 2 + 20)}
+    assert hlo.collectives(text) == {
+        "all-gather": hlo.Collectives(13, 12 * 4 * 8 * 2 + 20),
+        "reduce-scatter": hlo.Collectives(3, (16 + 32 + 32) * 4),
+    }
 
 
 BUFFERS = """BufferAssignment:
