@@ -235,14 +235,23 @@ def test_a_table_of_reports(tmp_path, capsys):
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs libtpu: pip install -e '.[tpu]'")
 def test_a_step_compiles_for_a_slice(tmp_path):
-    out = tmp_path / "out.json"
+    """Its plan already has the memory and the collectives of the whole compilation."""
     command = [sys.executable, "-m", "tpu.compile_ahead", "--config", "configs/dense_10m.py", "--topology", "v5e:2x2"]
-    fields = ["--config.model.layers=2", "--config.residual.kind=plain", "--config.mesh.fsdp=4", f"--json={out}"]
+    fields = ["--config.model.layers=2", "--config.residual.kind=plain", "--config.mesh.fsdp=4"]
     environment = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "JAX_PLATFORMS")}
-    root = Path(__file__).parents[2]
-    done = subprocess.run([*command, *fields], capture_output=True, text=True, cwd=root, env=environment, timeout=600)
-    assert done.returncode == 0, done.stderr
-    found = json.loads(out.read_text())
-    assert found["fits"] and found["mesh"]["fsdp"] == 4
-    assert found["per_device_bytes"]["optimizer"] >= 2 * found["per_device_bytes"]["parameters"]
-    assert found["collectives"]["all-gather"]["count"] > 7 * 2
+    found = []
+    for number, options in enumerate((["--plan"], [])):
+        out = tmp_path / f"{number}.json"
+        arguments = [*command, *fields, f"--json={out}", *options]
+        root = Path(__file__).parents[2]
+        done = subprocess.run(arguments, capture_output=True, text=True, cwd=root, env=environment, timeout=900)
+        assert done.returncode == 0, done.stderr
+        found.append(json.loads(out.read_text()))
+    plan, whole = found
+    assert whole["fits"] and whole["mesh"]["fsdp"] == 4 and whole["flops"] > 0 and plan["flops"] is None
+    sizes = whole["per_device_bytes"]
+    assert sizes["optimizer"] >= 2 * sizes["parameters"]
+    assert sizes["parameters"] + sizes["optimizer"] < sizes["arguments"]
+    assert {**sizes, "code": None, "peak": sizes["peak"] - sizes["code"]} == plan["per_device_bytes"]
+    assert whole["collectives"] == plan["collectives"]
+    assert whole["collectives"]["all-gather"]["count"] > 7 * 2
