@@ -43,7 +43,7 @@ def store() -> Iterator[ObjectStore]:
 def fields(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Of a run of 12 steps, parameters in four shards, checkpoints every 4."""
     corpus = write_corpus(tmp_path_factory.mktemp("corpus") / "texts")
-    return tiny(corpus, "mhc", train={"steps": STEPS}, mesh={"data": 2, "fsdp": 4})
+    return tiny(corpus, "plain", train={"steps": STEPS}, mesh={"data": 2, "fsdp": 4})
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +59,7 @@ def reach(store: ObjectStore, name: str, started: Sequence[subprocess.Popen[str]
     end = time.monotonic() + hosts.START
     while not store.names("bucket", name):
         assert all(process.poll() is None for process in started) and time.monotonic() < end
-        time.sleep(0.002)
+        time.sleep(0.05)
 
 
 def test_two_processes_share_a_run_and_one_is_killed(store, fields, reference, tmp_path):
