@@ -104,6 +104,19 @@ def topology_colours(everyone: Sequence[Topology]) -> dict[str, str]:
     }
 
 
+def palette(count: int) -> list[Style]:
+    """So many styles for series that are no topologies: other colours, then other dashes."""
+    colours = [*_COLOURS.values(), *_SPARE_COLOURS]
+    return [Style(colours[i % len(colours)], _DASHES[i // len(colours) % len(_DASHES)]) for i in range(count)]
+
+
+def styles_of_kinds(kinds: Sequence[str]) -> list[Style]:
+    """A style each for series of these topologies: the kinds' own colours where no two are of one kind."""
+    if len(set(kinds)) == len(kinds) and all(kind in _COLOURS for kind in kinds):
+        return [Style(_COLOURS[kind]) for kind in kinds]
+    return palette(len(kinds))
+
+
 def styles(everyone: Sequence[Topology]) -> dict[str, Style]:
     """A style per arm's name: the topology's colour, other dashes, then lighter shades, for its further arms."""
     colours = topology_colours(everyone)

@@ -26,7 +26,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from mhc import cli, remote
+from eval import checkpoints
+from mhc import cli
 from mhc.config import Config
 from mhc.data.tokenizers import ByteTokenizer, Tokenizer
 from mhc.errors import UserError
@@ -352,16 +353,6 @@ def _row_key(seed: int, prompt: Sequence[int]) -> Any:
 # The command line -----------------------------------------------------------------------------------------------------
 
 
-def locate(checkpoint: str, step: int | None = None) -> tuple[remote.Folder, int | None]:
-    """(run folder, step or None for the last) of RUN or RUN/checkpoints/STEP. Raises UserError for two steps."""
-    path = remote.path(checkpoint)
-    if path.parent.name != "checkpoints" or not path.name.isdigit():
-        return path, step
-    if step not in (None, int(path.name)):
-        raise UserError(f"--step: given {step}, allowed: none, or that of --checkpoint {checkpoint}")
-    return path.parent.parent, int(path.name)
-
-
 def read_prompts(path: str, field: str) -> list[str]:
     """The prompts of a file: its lines but empty ones, or, of a .jsonl file, a field of each line.
 
@@ -426,7 +417,7 @@ def main(arguments: Sequence[str]) -> int:
             raise UserError(f"--{name}: given {getattr(options, name)}, allowed: {least} or more, below 2^32")
     if "" in options.stop:
         raise UserError("--stop: given '', allowed: a text")
-    run, step = locate(options.checkpoint, options.step)
+    run, step = checkpoints.locate(options.checkpoint, options.step)
     prompts = [options.prompt] if options.prompts is None else read_prompts(options.prompts, options.field)
     try:
         prompts[0].encode()

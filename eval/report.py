@@ -116,10 +116,10 @@ def render(
 ) -> str:
     """The whole HTML document, figures inside."""
     look = styles(everyone)
-    sentences = "".join(f"<li>{_text(finding.text)}</li>" for finding in found if not finding.warning)
-    warnings = "".join(f'<p class="warning">{_text(finding.text)}</p>' for finding in found if finding.warning)
+    sentences = "".join(f"<li>{text(finding.text)}</li>" for finding in found if not finding.warning)
+    warnings = "".join(f'<p class="warning">{text(finding.text)}</p>' for finding in found if finding.warning)
     main, stability, stream = (
-        f'<div class="figures">{"".join(_figure(one) for one in figures if one.section == section)}</div>'
+        f'<div class="figures">{"".join(figure(one) for one in figures if one.section == section)}</div>'
         for section in ("main", "stability", "stream")
     )
     count = f"{len(arms)} arm{'s' if len(arms) != 1 else ''}"
@@ -129,17 +129,7 @@ def render(
         if any(one.section == "stream" for one in figures)
         else ""
     )
-    return f"""<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{_text(title)}</title>
-<style>{_CSS}</style>
-</head>
-<body>
-<main>
-<h1>{_text(title)}</h1>
+    body = f"""<h1>{text(title)}</h1>
 <p class="lead">Comparison of {count}: residual topologies trained side by side.</p>
 {warnings}
 <ul class="findings">{sentences}</ul>
@@ -163,23 +153,41 @@ def render(
 {_differences_table(arms, look)}
 </details>
 <h2>How to read this</h2>
-{_HOW_TO_READ}
+{_HOW_TO_READ}"""
+    return document(title, body)
+
+
+def document(title: str, body: str) -> str:
+    """A self-contained page of this project's look; ``body`` is HTML."""
+    return f"""<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{text(title)}</title>
+<style>{_CSS}</style>
+</head>
+<body>
+<main>
+{body}
 </main>
 </body>
 </html>
 """
 
 
-def _text(value: object) -> str:
+def text(value: object) -> str:
+    """Escaped for HTML."""
     return html.escape(str(value))
 
 
-def _figure(drawn: Drawn) -> str:
+def figure(drawn: Drawn) -> str:
+    """A figure with its title and caption, the image inside."""
     data = base64.b64encode(drawn.path.read_bytes()).decode()
     return (
-        f"<figure{' class=wide' if drawn.wide else ''}><h3>{_text(drawn.title)}</h3>"
-        f'<img alt="{_text(drawn.title)}" src="data:image/png;base64,{data}">'
-        f"<figcaption>{_text(drawn.caption)}</figcaption></figure>"
+        f"<figure{' class=wide' if drawn.wide else ''}><h3>{text(drawn.title)}</h3>"
+        f'<img alt="{text(drawn.title)}" src="data:image/png;base64,{data}">'
+        f"<figcaption>{text(drawn.caption)}</figcaption></figure>"
     )
 
 
@@ -188,10 +196,10 @@ def _name(arm: Arm, look: Mapping[str, Style]) -> str:
     style = look[arm.name]
     dashes = f' stroke-dasharray="{" ".join(f"{2 * dash:g}" for dash in style.dashes)}"' if style.dashes else ""
     line = f'<line x1="0" y1="5" x2="26" y2="5" stroke="{style.colour}" stroke-width="3"{dashes}/>'
-    return f'<svg width="26" height="10" aria-hidden="true">{line}</svg>{_text(arm.name)}'
+    return f'<svg width="26" height="10" aria-hidden="true">{line}</svg>{text(arm.name)}'
 
 
-def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Header cells as HTML or as whole ``<th>`` elements; row cells as whole ``<td>`` elements."""
     head = "".join(cell if cell.startswith("<th") else f"<th>{cell}</th>" for cell in header)
     body = "".join(f"<tr>{''.join(row)}</tr>" for row in rows)
@@ -205,15 +213,15 @@ def _arms_table(arms: Sequence[Arm], measures: Measures, look: Mapping[str, Styl
     for arm in arms:
         m = measures[arm.name]
         kind = f"{arm.kind} ({arm.preset})" if arm.preset else arm.kind
-        state = _text(m["exit_reason"] or "finished")
+        state = text(m["exit_reason"] or "finished")
         if not arm.finished:
             reason = f": {m['exit_reason']}" if m["exit_reason"] else ""
-            state = f'<span class="unfinished">unfinished{_text(reason)}</span>'
+            state = f'<span class="unfinished">unfinished{text(reason)}</span>'
         leads = best is not None and m["bits_per_byte"] == best and len(arms) > 1
         rows.append(
             [
                 f"<td>{_name(arm, look)}</td>",
-                f'<td class="text">{_text(kind)}</td>',
+                f'<td class="text">{text(kind)}</td>',
                 _cell(f"{m['params']:,}" if m["params"] is not None else "–"),
                 _cell(f"{arm.steps:,}"),
                 _cell(number(m["val_loss"], 5)),
@@ -242,20 +250,20 @@ def _arms_table(arms: Sequence[Arm], measures: Measures, look: Mapping[str, Styl
         "time",
         '<th class="text">state</th>',
     ]
-    return _table(header, rows)
+    return table(header, rows)
 
 
 def _baselines_note(baselines: Baselines) -> str:
     if baselines.unigram is None or baselines.bigram is None:
-        return f'<p class="note">No n-gram baselines: {_text(baselines.reason)}.</p>'
-    text = (
+        return f'<p class="note">No n-gram baselines: {text(baselines.reason)}.</p>'
+    note = (
         f"Baselines on the same split: byte unigram {baselines.unigram:.4f}, byte bigram {baselines.bigram:.4f} bits "
         f"per byte (add-one smoothing over 256 bytes, counted on {baselines.train_bytes:,} training bytes, scored on "
         f"{baselines.validation_bytes:,} validation bytes)."
     )
     if baselines.truncated:
-        text += " The corpus is larger; only its beginning was counted."
-    return f'<p class="note">{text}</p>'
+        note += " The corpus is larger; only its beginning was counted."
+    return f'<p class="note">{note}</p>'
 
 
 def _topologies_table(everyone: Sequence[Topology], pairs: Sequence[Paired], measures: Measures) -> str:
@@ -279,11 +287,11 @@ def _topologies_table(everyone: Sequence[Topology], pairs: Sequence[Paired], mea
         total = parameters(topology)
         swatch = f'<span class="swatch" style="background:{colours[topology.label]}"></span>'
         row = [
-            f'<td class="label">{swatch}{_text(topology.label)}</td>',
+            f'<td class="label">{swatch}{text(topology.label)}</td>',
             _cell(str(len(topology.arms))),
             f"<td{' class=best' if leads else ''}>{score}{spread}</td>",
             _cell(_difference(pair)),
-            f'<td class="text note">{_text(_short_verdict(pair))}</td>',
+            f'<td class="text note">{text(_short_verdict(pair))}</td>',
             _cell(" / ".join(number(max(values)) if values else "–" for values in peaks)),
             _cell(str(sum(measures[arm.name]["loss_events"] for arm in topology.arms))),
             _cell(number(speed(topology), 3) + (f" ({cost[0]:.2f}×)" if cost[0] is not None else "")),
@@ -309,7 +317,7 @@ def _topologies_table(everyone: Sequence[Topology], pairs: Sequence[Paired], mea
     ]
     if rated:
         header[1:1] = ["best rate", "lr sensi-<br>tivity"]
-    return _table(header, rows)
+    return table(header, rows)
 
 
 def _difference(pair: Paired | None) -> str:
@@ -346,15 +354,15 @@ def _events_section(histories: Sequence[History]) -> str:
         undone = " (undone)" if episode.undone else ""
         rows.append(
             [
-                f"<td>{_text(one.arm)}</td>",
+                f"<td>{text(one.arm)}</td>",
                 _cell(steps),
                 _cell(f"{episode.loss_step:,}" if episode.loss_step is not None else "–"),
-                f'<td class="text">{_text(cause)}</td>',
-                f'<td class="text">{_text(first if episode.loss_step is not None else "–")}</td>',
-                f'<td class="text">{_text(others)}</td>',
-                f'<td class="text">{_text(standing)}</td>',
-                f'<td class="text">{_text(episode.action + undone)}</td>',
-                f'<td class="text"><code>{_text(episode.batch or "–")}</code></td>',
+                f'<td class="text">{text(cause)}</td>',
+                f'<td class="text">{text(first if episode.loss_step is not None else "–")}</td>',
+                f'<td class="text">{text(others)}</td>',
+                f'<td class="text">{text(standing)}</td>',
+                f'<td class="text">{text(episode.action + undone)}</td>',
+                f'<td class="text"><code>{text(episode.batch or "–")}</code></td>',
             ]
         )
     header = [
@@ -374,7 +382,7 @@ def _events_section(histories: Sequence[History]) -> str:
         ),
     ]
     out = "<h3>Loss events and what led up to them</h3>"
-    out += _table(header, rows) if rows else "<p>None: no loss and no gradient norm was flagged in any arm.</p>"
+    out += table(header, rows) if rows else "<p>None: no loss and no gradient norm was flagged in any arm.</p>"
     if len(episodes) > MOST_EVENTS:
         out += f'<p class="note">The first {MOST_EVENTS} of {len(episodes)}; data/events.csv holds all.</p>'
     out += f'<p class="note">{_HOW_EVENTS.format(gap=GAP, window=window)}</p>'
@@ -382,7 +390,7 @@ def _events_section(histories: Sequence[History]) -> str:
     if records:
         body = [
             [
-                f"<td>{_text(record.monitor)}</td>",
+                f"<td>{text(record.monitor)}</td>",
                 *(
                     _cell(str(n))
                     for n in (
@@ -398,7 +406,7 @@ def _events_section(histories: Sequence[History]) -> str:
             ]
             for record in records
         ]
-        out += "<h3>Monitors over all arms</h3>" + _table(
+        out += "<h3>Monitors over all arms</h3>" + table(
             [
                 "monitor",
                 "crossings",
@@ -418,14 +426,14 @@ def _events_section(histories: Sequence[History]) -> str:
             rewinds = "; ".join(f"{at:,} → {to:,}, {left} batches left out" for at, to, left in one.rewinds) or "–"
             body.append(
                 [
-                    f"<td>{_text(one.arm)}</td>",
+                    f"<td>{text(one.arm)}</td>",
                     _cell(str(one.skipped)),
                     _cell(str(one.clipped)),
-                    f'<td class="text">{_text(rewinds)}</td>',
-                    f'<td class="text">{_text(one.halted if one.halted is not None else "–")}</td>',
+                    f'<td class="text">{text(rewinds)}</td>',
+                    f'<td class="text">{text(one.halted if one.halted is not None else "–")}</td>',
                 ]
             )
-        out += "<h3>What was done</h3>" + _table(
+        out += "<h3>What was done</h3>" + table(
             [
                 "arm",
                 "updates<br>left out",
@@ -460,7 +468,7 @@ def _recomputed_table(
             rows.append(
                 [
                     f"<td>{_name(arm, look) if index == 0 else ''}</td>",
-                    f'<td class="text">{_text(preset)}</td>',
+                    f'<td class="text">{text(preset)}</td>',
                     _cell(number(peak["forward"], 5)),
                     _cell(number(peak["backward"], 5)),
                     _cell(f"{result.step:,}" if index == 0 else ""),
@@ -469,7 +477,7 @@ def _recomputed_table(
             )
         if not result.peaks:
             rows.append(
-                [f"<td>{_name(arm, look)}</td>", f'<td class="note text" colspan="5">{_text(result.reason)}</td>']
+                [f"<td>{_name(arm, look)}</td>", f'<td class="note text" colspan="5">{text(result.reason)}</td>']
             )
     header = [
         "arm",
@@ -486,12 +494,12 @@ def _recomputed_table(
     )
     if len(recomputed) < len(arms):
         note += '<p class="note">One arm of each topology, the first seed at its best rate.</p>'
-    return _table(header, rows) + note
+    return table(header, rows) + note
 
 
 def _difference_cell(result: Recomputed) -> str:
     if result.difference is None:
-        return f'<td class="note">{_text(result.reason)}</td>'
+        return f'<td class="note">{text(result.reason)}</td>'
     return _cell(f"{result.difference:.1e}")
 
 
@@ -503,12 +511,12 @@ def _differences_table(arms: Sequence[Arm], look: Mapping[str, Style]) -> str:
         [f"<td>{_name(arm, look)}</td>", *(f'<td class="text">{_value(arm.flat.get(field))}</td>' for field in fields)]
         for arm in arms
     ]
-    header = ["arm", *(f'<th class="text"><code>{_text(field).replace(".", ".<wbr>")}</code></th>' for field in fields)]
-    return _table(header, rows)
+    header = ["arm", *(f'<th class="text"><code>{text(field).replace(".", ".<wbr>")}</code></th>' for field in fields)]
+    return table(header, rows)
 
 
 def _value(value: Any) -> str:
-    return "–" if value is None else f"<code>{_text(value)}</code>"
+    return "–" if value is None else f"<code>{text(value)}</code>"
 
 
 def _cell(text: str) -> str:

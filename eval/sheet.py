@@ -158,6 +158,14 @@ class Sheet:
             zorder=4,
         )
 
+    def interval(self, panel: int, series: str, x: float, values: tuple[float, float, float], style: Style) -> None:
+        """A point with its interval: values are (value, low, high)."""
+        value, low, high = values
+        for what, y in (("value", value), ("low", low), ("high", high)):
+            self.note(panel, series, what, [x], [y])
+        self.panels[panel].vlines([x], [low], [high], color=style.colour, linewidth=1.6)
+        self.panels[panel].plot([x], [value], marker="o", markersize=5, color=style.colour)
+
     def level(self, panel: int, value: float, text: str = "", *, colour: str = "#8a8a8a", dotted: bool = False) -> None:
         """A horizontal line with its name at the right."""
         axes = self.panels[panel]
@@ -224,6 +232,37 @@ class Sheet:
             bar.ax.yaxis.set_major_formatter(ticker.FuncFormatter(lambda value, _: f"{value:g}"))
             bar.ax.yaxis.set_minor_formatter(ticker.NullFormatter())
 
+    def cells(self, panel: int, series: str, values: Floats, y: str) -> None:
+        """values [S, N] as colours with their scale: sublayers to the right, N upwards, named ``y``."""
+        axes = self.panels[panel]
+        for n, column in enumerate(values.T):
+            self.note(panel, series, f"{y} {n}", np.arange(len(column)), column)
+        image = axes.imshow(values.T, aspect="auto", origin="lower", cmap="viridis", interpolation="nearest")
+        axes.grid(visible=False)
+        axes.set_ylabel(y)
+        axes.yaxis.set_major_locator(ticker.MaxNLocator(integer=True))
+        bar = self.figure.colorbar(image, ax=axes, pad=0.01, aspect=16)
+        bar.ax.tick_params(labelsize=8, colors=INK)
+
+    def matrix(self, panel: int, series: str, values: Floats) -> None:
+        """values [rows, columns] as coloured cells with their numbers, row sums at the right, column sums below.
+
+        Colours reach from -1 to 1: beyond, the numbers tell.
+        """
+        axes = self.panels[panel]
+        for i, row in enumerate(values):
+            self.note(panel, series, f"row {i}", np.arange(len(row)), row)
+        axes.imshow(np.clip(values, -1, 1), cmap="RdBu_r", vmin=-1, vmax=1)
+        axes.grid(visible=False)
+        axes.set_xticks(range(values.shape[1]), [_short(total) for total in values.sum(axis=0)])
+        axes.set_yticks(range(len(values)), [_short(total) for total in values.sum(axis=1)])
+        axes.yaxis.tick_right()
+        axes.tick_params(length=0, labelsize=7)
+        axes.spines[:].set_visible(False)
+        for (i, j), value in np.ndenumerate(values):
+            colour = "white" if abs(value) > 0.6 else INK
+            axes.text(j, i, _short(value), ha="center", va="center", fontsize=6.5, color=colour)
+
     def save(self, figures: Path, data: Path) -> Path:
         """Write NAME.png and NAME.csv; returns the PNG's path."""
         FigureCanvasAgg(self.figure)
@@ -239,6 +278,13 @@ class Sheet:
             for panel, series, what, x, y in self.table:
                 writer.writerow([panel, series, what, f"{x:.9g}", f"{y:.9g}"])
         return path
+
+
+def _short(value: float) -> str:
+    """In four characters or so: 0.12, 12.3, 123, 1e5."""
+    if abs(value) >= 999.5:
+        return f"{value:.0e}".replace("e+0", "e").replace("e+", "e")
+    return f"{value:.2f}" if abs(value) < 9.995 else f"{value:.3g}"
 
 
 def handle(style: Style, label: str) -> Line2D:

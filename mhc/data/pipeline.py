@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent import futures
 from typing import Any
 
@@ -223,10 +223,10 @@ def open_corpus(data: DataConfig, tokenizer: Tokenizer, split: Split) -> Source:
     if isinstance(source, TokenFiles):
         source.check_vocabulary(tokenizer.vocab_size)
     if split == "train":
-        encode = _Encode(tokenizer)
+        encode = encoder(source, tokenizer)
         pairs = 0
         for index in range(len(source)):  # ends with the first document, as a rule
-            pairs += len(encode.map(Piece(source[index], source.ends(index))).target_bytes)
+            pairs += len(encode(index).target_bytes)
             if pairs >= data.sequence_length:
                 return source
         raise UserError(
@@ -234,6 +234,12 @@ def open_corpus(data: DataConfig, tokenizer: Tokenizer, split: Split) -> Source:
             f"fewer than one sequence (data.sequence_length={data.sequence_length})"
         )
     return source
+
+
+def encoder(source: Source, tokenizer: Tokenizer) -> Callable[[int], Document]:
+    """Whole documents of a source by number, tokenised."""
+    encode = _Encode(tokenizer)
+    return lambda index: encode.map(Piece(source[index], source.ends(index)))
 
 
 def _close(held: list[grain.DatasetIterator]) -> None:

@@ -18,7 +18,8 @@ from tokenizers import Tokenizer as Library
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from eval import generate
-from eval.generate import Completion, Generator, StopStrings, chunks, locate, padded, text_stream
+from eval.checkpoints import locate
+from eval.generate import Completion, Generator, StopStrings, chunks, padded, text_stream
 from mhc import cli
 from mhc import config as configs
 from mhc.config import CheckpointConfig, Config

@@ -23,7 +23,6 @@ import pytest
 import train
 from eval import runs as reading
 from eval.compare import compare
-from eval.generate import locate
 from mhc import cli, remote
 from mhc.config import Config
 from mhc.errors import UserError
@@ -230,7 +229,6 @@ def test_programs_read_a_run_in_a_store_and_write_nothing_there(store, finished,
     assert_identical(load_run(finished, 8).params, load_run(reference, 8).params)
     with pytest.raises(UserError, match="no checkpoint of step 9; there are 8, 12"):
         load_run(finished, 9)
-    assert locate(f"{finished}/checkpoints/8") == (remote.path(finished), 8)
 
     made = resolved(config(corpus, train={"init_from": f"{finished}@8"}))
     assert_identical(start.initial_state(trainer(made)).params, load_run(reference, 8).params)

@@ -1,0 +1,145 @@
+"""A run's model for evaluation: of one step or the mean of several, on one device or over a mesh."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from mhc import cli, remote
+from mhc.config import Config, MeshConfig
+from mhc.errors import UserError
+
+if TYPE_CHECKING:
+    import argparse
+
+    from jax.sharding import Mesh
+
+    from mhc.model.decoder import DecoderDefinition, Params
+
+
+class Checkpoint(NamedTuple):
+    """A model as a run left it."""
+
+    name: str  # as the user gave it, with its step
+    config: Config  # resolved
+    steps: tuple[int, ...]  # whose weights were averaged, ascending
+    params: Params
+    mesh: Mesh
+
+    @property
+    def definition(self) -> DecoderDefinition:
+        """The model without its parameters."""
+        from mhc.model.decoder import DecoderDefinition
+
+        return DecoderDefinition(self.config)
+
+
+def locate(checkpoint: str, step: int | None = None) -> tuple[remote.Folder, int | None]:
+    """(run folder, step or None for the last) of RUN or RUN/checkpoints/STEP. Raises UserError for two steps."""
+    path = remote.path(checkpoint)
+    if path.parent.name != "checkpoints" or not path.name.isdigit():
+        return path, step
+    if step not in (None, int(path.name)):
+        raise UserError(f"--step: given {step}, allowed: none, or that of --checkpoint {checkpoint}")
+    return path.parent.parent, int(path.name)
+
+
+def add_arguments(parser: argparse.ArgumentParser, several: bool = False) -> None:
+    """--checkpoint, --step and --average; mesh.* and data.* are changed as in train.py."""
+    parser.add_argument(
+        "--checkpoint",
+        required=True,
+        nargs="+" if several else None,
+        metavar="RUN",
+        help="run folder, or RUN/checkpoints/STEP" + ("; several are compared" if several else ""),
+    )
+    parser.add_argument("--step", type=int, help="the checkpoint's step; without: the last")
+    parser.add_argument(
+        "--average", type=int, default=1, metavar="K", help="the mean of the weights of the last K checkpoints (1)"
+    )
+
+
+def load(
+    checkpoint: str,
+    step: int | None = None,
+    *,
+    average: int = 1,
+    changes: dict[str, Any] | None = None,
+    devices: Sequence[Any] | None = None,
+) -> Checkpoint:
+    """The model of a run, its parameters laid out over a mesh of all devices. The run's folder is only read.
+
+    Args:
+      checkpoint: RUN or RUN/checkpoints/STEP. step: which one; None: the last. average: the mean, in float32, of the
+        weights of so many checkpoints up to that step. changes: {dotted field: value} over the run's config, of groups
+        that leave its weights as they are. devices: those to use; None: all.
+
+    Raises:
+      UserError: no such run or step, fewer checkpoints than are to be averaged, weights that the config does not
+      describe, or a mesh that does not fit the devices.
+    """
+    import jax
+    import jax.numpy as jnp
+
+    from mhc.model.decoder import DecoderDefinition
+    from mhc.sharding import make_mesh, shardings
+    from mhc.train.checkpoint import committed_steps, find_checkpoint, restore_parts
+
+    run, step = locate(checkpoint, step)
+    stored, last = find_checkpoint(run, step)
+    # The run's own mesh was that of its machine, and its batch had to fit it; weights lie on any.
+    given = changes or {}
+    laid = {name.removeprefix("mesh."): value for name, value in given.items() if name.startswith("mesh.")}
+    config = changed(
+        dataclasses.replace(stored, mesh=MeshConfig()),
+        {name: value for name, value in given.items() if not name.startswith("mesh.")},
+    )
+    if average < 1:
+        raise UserError(f"--average: given {average}, allowed: 1 or more")
+    steps = [there for there in committed_steps(run) if there <= last][-average:]
+    if len(steps) < average:
+        kept = ", ".join(map(str, steps))
+        raise UserError(f"--average: given {average}, but {run} keeps {len(steps)} checkpoint(s) up to {last}: {kept}")
+    mesh = make_mesh(dataclasses.replace(MeshConfig(), **laid), None if devices is None else list(devices))
+    abstract = {"params": DecoderDefinition(config).abstract()}
+    layout = shardings(abstract, mesh)
+    total: Any = None
+    add = jax.jit(functools.partial(jax.tree.map, jnp.add), donate_argnums=0)
+    for number in steps:
+        params = restore_parts(run, number, abstract, layout)["params"]
+        total = params if total is None else add(total, params)
+    if average > 1:
+        total = jax.jit(lambda tree: jax.tree.map(lambda leaf: leaf / average, tree), donate_argnums=0)(total)
+    which = f"step {steps[0]}" if average == 1 else f"mean of steps {', '.join(map(str, steps))}"
+    return Checkpoint(f"{run}, {which}", config, tuple(steps), total, mesh)
+
+
+def short_names(names: Sequence[str]) -> list[str]:
+    """Names of checkpoints without the folders that all of them share."""
+    parts = [name.split("/") for name in names]
+    most = min(map(len, parts)) - 1
+    shared = next((k for k in range(most) if len({one[k] for one in parts}) > 1), most)
+    return ["/".join(one[shared:]) for one in parts]
+
+
+# Groups of the config that do not change what the weights compute for a token.
+_FREE = ("mesh", "data", "validation")
+
+
+def parse_changes(arguments: Sequence[str], parser: cli.Parser) -> dict[str, Any]:
+    """``--config.GROUP.FIELD=VALUE`` of mesh, data and validation. Raises UserError for anything else."""
+    found = cli.overrides(arguments, parser)
+    for name in found:
+        if name.partition(".")[0] not in _FREE:
+            raise UserError(f"--config.{name}: the weights fix it; allowed: --config.{{{','.join(_FREE)}}}.*")
+    return found
+
+
+def changed(config: Config, changes: dict[str, Any]) -> Config:
+    """The config with other fields, by dotted name. Raises UserError where they do not go together."""
+    for name, value in changes.items():
+        group, _, field = name.partition(".")
+        config = dataclasses.replace(config, **{group: dataclasses.replace(getattr(config, group), **{field: value})})
+    return config

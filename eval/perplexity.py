@@ -1,0 +1,386 @@
+"""Loss, perplexity and bits per byte of checkpoints on a corpus.
+
+    python -m eval.perplexity --checkpoint runs/a
+    python -m eval.perplexity --checkpoint runs/plain runs/hc runs/mhc --rows 0 --out report
+    python -m eval.perplexity --checkpoint runs/a --config.data.source='text:books/*.txt' --stride 256 --average 5
+
+By default the rows that the run's own validation read, packed as there, so that the loss is the one of its metrics;
+``--rows 0`` takes the whole split. With ``--stride S`` every document is read alone, by windows of the sequence length
+of which each scores its last S tokens: all but the first ones have at least T - S tokens of context.
+
+Every target token counts once and the same. Intervals (95 %) are percentiles over documents drawn with replacement;
+several checkpoints are scored on the same documents, and their differences are paired by document.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from eval import checkpoints
+from mhc import cli
+from mhc.errors import UserError
+
+if TYPE_CHECKING:
+    from eval.scoring import Sums
+    from mhc.config import Config
+    from mhc.data.packing import Batch
+    from mhc.data.sources import Split
+
+
+class Corpus(NamedTuple):
+    """Rows to be scored, each place with its document."""
+
+    batches: Iterator[Batch]  # fields of mhc.data.packing; also documents [B, T] int32 and context [B, T] int32
+    documents: int  # of the split
+
+
+class Found(NamedTuple):
+    """What a checkpoint scored."""
+
+    name: str
+    kind: str  # of the residual
+    steps: tuple[int, ...]
+    documents: np.ndarray  # numbers of those that have a scored token
+    sums: Sums  # of each of them
+    by_position: np.ndarray  # [T, 2]: nats and tokens by the number of tokens before the target that the model saw
+    tokenizer: str  # hash: bits per token of others are not comparable
+    seconds: float
+
+
+# Rows -----------------------------------------------------------------------------------------------------------------
+
+
+def packed(config: Config, split: Split, *, rows: int, batch_size: int) -> Corpus:
+    """The rows of the run's validation: documents end to end, cut at the sequence length; ``rows``: 0 for all."""
+    from mhc.data.packing import empty_batch
+
+    source, encode = _open(config, split)
+    length = config.data.sequence_length
+
+    def batches() -> Iterator[Batch]:
+        stream = _Numbered(encode, len(source))
+        left, more = rows or math.inf, True
+        while more and left > 0:
+            batch = empty_batch(batch_size, length) | {"documents": np.zeros((batch_size, length), np.int32)}
+            filled = 0
+            while filled < min(batch_size, left) and (more := stream.fill(batch, filled)):
+                filled += 1
+            if filled:
+                left -= filled
+                yield batch | {"context": batch["positions"] + 1}
+
+    return Corpus(batches(), len(source))
+
+
+class _Numbered:
+    """A stream of packed rows that knows of which document each place is."""
+
+    def __init__(self, encode: Any, documents: int):
+        from mhc.data.packing import DocumentStream
+
+        self._stream = DocumentStream(encode, 0, 1, end=documents)
+        self._taken: list[tuple[int, int]] = []  # (document, pairs) of the row in hand
+
+    @property
+    def position(self) -> int:
+        return self._stream.position
+
+    def take(self, room: int) -> Any:
+        taken = self._stream.take(room)
+        if taken is not None:
+            # A document that is used up leaves the stream at the next one's start.
+            self._taken.append((self._stream.position - (self._stream.offset == 0), len(taken[0])))
+        return taken
+
+    def fill(self, batch: Batch, row: int) -> bool:
+        from mhc.data.packing import fill_row
+
+        self._taken = []
+        found = fill_row(batch, row, self)  # type: ignore[arg-type]
+        numbers = [np.full(pairs, document, np.int32) for document, pairs in self._taken]
+        if numbers:
+            joined = np.concatenate(numbers)
+            batch["documents"][row, : len(joined)] = joined
+        return found
+
+
+def sliding(config: Config, split: Split, *, rows: int, batch_size: int, stride: int) -> Corpus:
+    """Each document alone, by windows of T tokens that score their last ``stride``; the first window scores all."""
+    from mhc.data.packing import empty_batch
+
+    source, encode = _open(config, split)
+    length = config.data.sequence_length
+
+    def windows() -> Iterator[tuple[int, Any, int, int, int]]:
+        """(document, it, first input, first scored, end)"""
+        for number in range(len(source)):
+            document = encode(number)
+            pairs, scored = len(document.target_bytes), 0
+            while scored < pairs:
+                end = min(scored + (length if scored == 0 else stride), pairs)
+                yield number, document, max(end - length, 0), scored, end
+                scored = end
+
+    def batches() -> Iterator[Batch]:
+        batch, filled, made = None, 0, 0
+        for number, document, start, scored, end in windows():
+            if rows and made == rows:
+                break
+            if batch is None:
+                zeros = {name: np.zeros((batch_size, length), np.int32) for name in ("documents", "context")}
+                batch, filled = empty_batch(batch_size, length) | zeros, 0
+            place, count = (filled, slice(0, end - start)), end - start
+            batch["tokens"][place] = document.tokens[start:end]
+            batch["targets"][place] = document.tokens[start + 1 : end + 1]
+            batch["target_bytes"][place] = document.target_bytes[start:end]
+            batch["segment_ids"][place] = 1
+            batch["positions"][place] = np.arange(count)
+            batch["weights"][filled, scored - start : count] = 1.0
+            batch["documents"][place] = number
+            batch["context"][place] = np.arange(count) + 1
+            filled, made = filled + 1, made + 1
+            if filled == batch_size:
+                yield batch
+                batch = None
+        if batch is not None:
+            yield batch
+
+    return Corpus(batches(), len(source))
+
+
+def _open(config: Config, split: Split) -> tuple[Any, Any]:
+    """(documents, number -> Document) of a split."""
+    from mhc.data import pipeline, tokenizers
+
+    tokenizer = tokenizers.load(config.data.tokenizer)
+    source = pipeline.open_corpus(config.data, tokenizer, split)
+    encode = pipeline.encoder(source, tokenizer)
+    return source, encode
+
+
+# Scores ---------------------------------------------------------------------------------------------------------------
+
+
+def score(checkpoint: checkpoints.Checkpoint, corpus: Corpus, tell: Any = lambda tokens, seconds: None) -> Found:
+    """Sums of a checkpoint over a corpus, added up in float64.
+
+    Args:
+      tell: called after each batch with the tokens scored so far and the seconds they took.
+    """
+    from eval.scoring import Scorer, Sums
+
+    started = time.monotonic()
+    length = checkpoint.config.data.sequence_length
+    sums = np.zeros((3, corpus.documents))
+    by_position = np.zeros((length + 1, 2))
+    prefix = checkpoint.config.attention.prefix
+    for batch, scores in Scorer(checkpoint).each(corpus.batches):
+        counted = batch["weights"] > 0
+        if prefix:  # such targets were seen before they were predicted
+            counted &= batch["positions"] + 1 >= prefix
+        documents, nll = batch["documents"][counted], scores.nll[counted].astype(np.float64)
+        for row, values in zip(sums, (nll, np.ones(len(nll)), batch["target_bytes"][counted]), strict=True):
+            row += np.bincount(documents, values, corpus.documents)
+        context = batch["context"][counted]
+        by_position[:, 0] += np.bincount(context, nll, length + 1)
+        by_position[:, 1] += np.bincount(context, minlength=length + 1)
+        tell(int(sums[1].sum()), time.monotonic() - started)
+    if not sums[1].any():
+        raise UserError("nothing to score: the split has no token")
+    there = np.flatnonzero(sums[1])
+    from mhc.data import tokenizers
+
+    tokenizer = tokenizers.load(checkpoint.config.data.tokenizer).content_hash
+    seconds = time.monotonic() - started
+    return Found(
+        checkpoint.name,
+        checkpoint.config.residual.kind,
+        checkpoint.steps,
+        there,
+        Sums(*sums[:, there]),
+        by_position[1:],
+        tokenizer,
+        seconds,
+    )
+
+
+def summary(found: Found, first: Found | None) -> dict[str, Any]:
+    """What is said of a checkpoint: measures with intervals, loss by position, difference to the first one."""
+    from eval.scoring import intervals, measures, resampled
+
+    weights = resampled(len(found.documents))
+    whole = measures(*(float(part.sum()) for part in found.sums))
+    bounds = intervals(found.sums, weights)
+    context, (nll, tokens) = np.arange(1, len(found.by_position) + 1), found.by_position.T
+    out = {
+        "checkpoint": found.name,
+        "kind": found.kind,
+        "steps": list(found.steps),
+        "documents": len(found.documents),
+        "tokens": int(found.sums.tokens.sum()),
+        "bytes": int(found.sums.bytes.sum()),
+        **{name: {"value": value, "low": bounds[name][0], "high": bounds[name][1]} for name, value in _items(whole)},
+        "by_context": [
+            {"context": int(c), "loss": float(a / b), "tokens": int(b)}
+            for c, a, b in zip(context, nll, tokens, strict=True)
+            if b
+        ],
+        "seconds": found.seconds,
+    }
+    if first is not None and first is not found:
+        out["minus_first"] = difference(found, first, weights)
+    return out
+
+
+def _items(measures: Any) -> list[tuple[str, float]]:
+    return list(measures._asdict().items())
+
+
+def difference(found: Found, first: Found, weights: np.ndarray) -> dict[str, Any] | None:
+    """Bits per byte (nats per token, where the corpus is of ids) less those of the first, paired by document.
+
+    None where the two did not score the same documents, or other tokens of them.
+    """
+    if not np.array_equal(found.documents, first.documents):
+        return None
+    by = "bytes" if found.sums.bytes.any() else "tokens"
+    size = getattr(found.sums, by)
+    if not np.array_equal(size, getattr(first.sums, by)):
+        return None
+    gap = (found.sums.nll - first.sums.nll) / (math.log(2.0) if by == "bytes" else 1.0)
+    drawn = (weights @ gap) / np.maximum(weights @ size, 1e-30)
+    low, high = np.percentile(drawn, (2.5, 97.5))
+    unit = "bits_per_byte" if by == "bytes" else "loss"
+    return {"measure": unit, "value": float(gap.sum() / size.sum()), "low": float(low), "high": float(high)}
+
+
+# The command line -----------------------------------------------------------------------------------------------------
+
+
+def table(summaries: Sequence[dict[str, Any]]) -> str:
+    """One line a checkpoint."""
+    lines = [("checkpoint", "loss", "perplexity", "bits/token", "bits/byte (95 %)", "minus first (95 %)")]
+    for one in summaries:
+        values = {name: one[name]["value"] for name in ("loss", "perplexity", "bits_per_token", "bits_per_byte")}
+        bits, gap = one["bits_per_byte"], one.get("minus_first")
+        lines.append(
+            (
+                one["checkpoint"],
+                f"{values['loss']:.4f}",
+                f"{values['perplexity']:.4g}",
+                f"{values['bits_per_token']:.4f}",
+                "—" if math.isnan(bits["value"]) else f"{bits['value']:.4f} ({bits['low']:.4f} to {bits['high']:.4f})",
+                "—" if gap is None else f"{gap['value']:+.4f} ({gap['low']:+.4f} to {gap['high']:+.4f})",
+            )
+        )
+    widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
+    padded = ([cell.ljust(width) for cell, width in zip(line, widths, strict=True)] for line in lines)
+    return "\n".join("  ".join(cells).rstrip() for cells in padded)
+
+
+def draw(summaries: Sequence[dict[str, Any]], folder: Path) -> Path:
+    """perplexity.png (and its numbers as CSV): bits per byte with intervals, and loss by tokens of context."""
+    from eval.figures import styles_of_kinds
+    from eval.sheet import Sheet
+
+    names = checkpoints.short_names([one["checkpoint"] for one in summaries])
+    styles = styles_of_kinds([one["kind"] for one in summaries])
+    by_text = not any(math.isnan(one["bits_per_byte"]["value"]) for one in summaries)
+    measure = "bits_per_byte" if by_text else "loss"
+    sheet = Sheet("perplexity", columns=2, legend=list(zip(styles, names, strict=True)), x="", sharey=False)
+    sheet.title(0, "bits per byte, 95 % over documents" if by_text else "nats per token, 95 % over documents")
+    sheet.title(1, "nats per token by tokens of context")
+    for number, (one, style) in enumerate(zip(summaries, styles, strict=True)):
+        value = one[measure]
+        sheet.interval(0, one["checkpoint"], number, (value["value"], value["low"], value["high"]), style)
+        buckets = by_buckets(one["by_context"])
+        x = np.array([bucket["context"] for bucket in buckets], float)
+        sheet.line(1, one["checkpoint"], x, np.array([bucket["loss"] for bucket in buckets]), style, marker=True)
+    sheet.panels[0].set_xticks([])
+    sheet.panels[1].set_xscale("log", base=2)
+    sheet.panels[1].set_xlabel("tokens of context")
+    return sheet.save(folder, folder)
+
+
+def by_buckets(by_context: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Loss by context in buckets that double: [2^k, 2^(k+1)), weighted by tokens."""
+    buckets: dict[int, list[float]] = {}
+    for one in by_context:
+        bucket = buckets.setdefault(one["context"].bit_length() - 1, [0.0, 0.0])
+        bucket[0] += one["loss"] * one["tokens"]
+        bucket[1] += one["tokens"]
+    return [{"context": 2**k, "loss": nll / tokens, "tokens": int(tokens)} for k, (nll, tokens) in buckets.items()]
+
+
+def main(arguments: Sequence[str]) -> int:
+    """The command line; returns the exit code. Raises UserError for a mistake."""
+    parser = cli.Parser(prog="python -m eval.perplexity", description="Loss, perplexity and bits per byte.")
+    checkpoints.add_arguments(parser, several=True)
+    parser.add_argument("--split", choices=("validation", "train"), default="validation", help="of the corpus")
+    parser.add_argument(
+        "--rows", type=int, help="rows or windows scored, 0: all; without: as many as the run's validation read"
+    )
+    parser.add_argument("--stride", type=int, metavar="S", help="documents alone, by windows that score S tokens")
+    parser.add_argument("--batch_size", type=int, default=8, help="rows at once (8); changes nothing but speed")
+    parser.add_argument("--json", metavar="FILE", help="write what was found there")
+    parser.add_argument("--out", metavar="DIR", help="write perplexity.png and its numbers there")
+    options, rest = parser.parse_known_args(arguments)
+    changes = checkpoints.parse_changes(rest, parser)
+    if options.batch_size < 1:
+        raise UserError(f"--batch_size: given {options.batch_size}, allowed: 1 or more")
+    if options.rows is not None and options.rows < 0:
+        raise UserError(f"--rows: given {options.rows}, allowed: 0 (all) or more")
+    out = cli.check_writable(options.out, "--out") if options.out else None
+    if options.json:
+        cli.check_writable(str(Path(options.json).parent), "--json")
+
+    found: list[Found] = []
+    for name in options.checkpoint:
+        checkpoint = checkpoints.load(name, options.step, average=options.average, changes=changes)
+        config = checkpoint.config
+        own = config.validation.batches * config.train.batch_size
+        rows = options.rows if options.rows is not None else 0 if "data.source" in changes else own
+        if options.stride is None:
+            corpus = packed(config, options.split, rows=rows, batch_size=options.batch_size)
+        else:
+            if not 1 <= options.stride <= config.data.sequence_length:
+                most = config.data.sequence_length
+                raise UserError(f"--stride: given {options.stride}, allowed: 1 to data.sequence_length={most}")
+            corpus = sliding(config, options.split, rows=rows, batch_size=options.batch_size, stride=options.stride)
+        print(f"{checkpoint.name}: compiling, then scoring", file=sys.stderr)
+        found.append(score(checkpoint, corpus, _Progress(checkpoint.name)))
+        del checkpoint
+    summaries = [summary(one, found[0]) for one in found]
+    print(table(summaries))
+    if options.json:
+        from mhc.monitor.writers import write_json
+
+        write_json(options.json, {"split": options.split, "stride": options.stride, "checkpoints": summaries})
+    if out is not None:
+        out.mkdir(parents=True, exist_ok=True)
+        print(f"{draw(summaries, out)}", file=sys.stderr)
+    return 0
+
+
+class _Progress:
+    """A line on stderr every few seconds."""
+
+    def __init__(self, name: str):
+        self._name, self._last = name, time.monotonic()
+
+    def __call__(self, tokens: int, seconds: float) -> None:
+        now = time.monotonic()
+        if now - self._last >= 5.0:
+            self._last = now
+            print(f"{self._name}: {tokens:,} tokens, {tokens / seconds:,.0f} a second", file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    cli.run_main(main)

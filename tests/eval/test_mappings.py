@@ -1,0 +1,115 @@
+"""Pictures of the maps: the gains of the run's probes, products in the right order, means that keep the sums."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from eval import checkpoints, mappings
+from mhc import cli
+from mhc.monitor.writers import read_json, read_jsonl
+from tests.small_runs import config, run, snapshot, write_corpus
+
+KINDS = ("plain", "hc", "mhc")
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """A run of 12 steps of a kind, at a rate at which HC's maps move; made when it is asked for."""
+    corpus = write_corpus(tmp_path_factory.mktemp("corpus") / "texts")
+    root = tmp_path_factory.mktemp("runs")
+
+    @functools.cache
+    def of(kind: str) -> Path:
+        assert run(config(corpus, kind, optimizer={"lr": 3e-2}), root / kind) == 0
+        return root / kind
+
+    return of
+
+
+@pytest.mark.slow
+def test_the_page_shows_the_gains_of_the_probes(trained, tmp_path, capsys):
+    folders = [trained(kind) for kind in KINDS]
+    before = [snapshot(folder) for folder in folders]
+    out = tmp_path / "out"
+    assert mappings.main(["--checkpoint", *map(str, folders), "--out", str(out)]) == 0
+    assert [snapshot(folder) for folder in folders] == before
+    found = read_json(out / "mappings.json")["checkpoints"]
+    assert [one["kind"] for one in found] == list(KINDS)
+    for one, folder in zip(found, folders, strict=True):
+        probe = read_jsonl(folder / "probes.jsonl")[-1]
+        assert probe["step"] == 12
+        for name in ("forward_single", "backward_single", "forward_composite", "backward_composite"):
+            np.testing.assert_allclose(one["by_sublayer"][name], probe[f"gain/{name}_mean"], rtol=1e-4)
+        np.testing.assert_allclose(one["by_sublayer"]["pre"], probe["maps/pre_mean"], rtol=1e-4)
+        np.testing.assert_allclose(one["by_sublayer"]["post"], probe["maps/post_mean"], rtol=1e-4)
+    page = (out / "mappings.html").read_text()
+    pictures = {path.name for path in out.glob("*.png")}
+    assert pictures == {"maps_2.png", "maps_3.png", "gains.png", "distances.png", "weights.png"}  # none of plain
+    assert page.count("data:image/png;base64,") == len(pictures) and "http" not in page.replace("http-equiv", "")
+    assert "hc, step 12 (hc): peak gain of a sublayer" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_products_are_in_the_order_of_depth(trained):
+    """Of one token, whose mean is itself: the product from the start, and to the end, of the single maps."""
+    checkpoint = checkpoints.load(str(trained("hc")), devices=jax.devices()[:1])
+    one = mappings.measure(checkpoint)
+    depth, n = len(one.single), one.single.shape[-1]
+    assert one.single.shape == one.from_start.shape == one.to_end.shape == (depth, n, n) == (4, 4, 4)
+    np.testing.assert_allclose(one.from_start[0], one.single[0], rtol=1e-6)
+    np.testing.assert_allclose(one.to_end[-1], one.single[-1], rtol=1e-6)
+    np.testing.assert_allclose(one.from_start[-1], one.to_end[0], rtol=1e-4, atol=1e-6)
+    # Static maps (no projection) are the same for every token, so that means of products are products of means.
+    static = jax.tree_util.tree_map_with_path(
+        lambda path, leaf: 0 * leaf if "alpha" in str(path) else leaf, checkpoint.params
+    )
+    one = mappings.measure(checkpoint._replace(params=static))
+    forward, backward = np.eye(n), np.eye(n)
+    for k in range(depth):
+        forward = one.single[k] @ forward
+        np.testing.assert_allclose(one.from_start[k], forward, rtol=1e-4, atol=1e-6)
+        backward = backward @ one.single[depth - 1 - k]
+        np.testing.assert_allclose(one.to_end[depth - 1 - k], backward, rtol=1e-4, atol=1e-6)
+    assert np.abs(one.single[1] @ one.single[2] - one.single[2] @ one.single[1]).max() > 1e-4  # so that order matters
+
+
+def test_means_of_doubly_stochastic_maps_are_doubly_stochastic(trained):
+    one = mappings.measure(checkpoints.load(str(trained("mhc")), devices=jax.devices()[:1]))
+    probe = read_jsonl(trained("mhc") / "probes.jsonl")[-1]
+    np.testing.assert_allclose(
+        one.probe["gain/backward_composite_mean"], probe["gain/backward_composite_mean"], rtol=1e-4
+    )
+    for matrices in (one.single, one.from_start, one.to_end):
+        np.testing.assert_allclose(matrices.sum(axis=-1), 1.0, atol=1e-5)
+        np.testing.assert_allclose(matrices.sum(axis=-2), 1.0, atol=2e-2)  # what 20 Sinkhorn iterations leave
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (["--sequences", "0"], "--sequences: given 0, allowed: 1 or more"),
+        (["--step", "5"], "no checkpoint of step 5; there are 8, 12"),
+        (["--checkpoint", *["a"] * 9], "--checkpoint: given 9, allowed: at most 8 side by side"),
+        (["--checkpoint", "nowhere"], "nowhere: not a run folder"),
+    ],
+)
+def test_a_mistake_is_one_line_and_leaves_nothing(given, message, trained, tmp_path, capsys):
+    out = tmp_path / "out"
+    with pytest.raises(SystemExit) as left:
+        cli.run_main(mappings.main, ["--checkpoint", str(trained("mhc")), "--out", str(out), *given])
+    (line,) = capsys.readouterr().err.splitlines()
+    assert left.value.code == 2 and message in line and not out.exists()
+
+
+def test_names_lose_the_folders_that_they_share():
+    short = checkpoints.short_names
+    assert short(["runs/a/hc, step 3", "runs/a/mhc, step 3"]) == ["hc, step 3", "mhc, step 3"]
+    assert short(["runs/a, step 3"]) == ["a, step 3"]
+    assert short(["x/a, step 3", "y/a, step 3", "y/b, step 3"]) == ["x/a, step 3", "y/a, step 3", "y/b, step 3"]
+    assert short(["gs://b/a, step 1", "gs://b/a, step 2"]) == ["a, step 1", "a, step 2"]
