@@ -20,6 +20,7 @@ FLOORS = {
     "mhc.kinds": 0,
     "mhc.config": 0,
     "mhc.cli": 1,
+    "mhc.remote": 1,
     "mhc.rng": 1,
     "mhc.kernels": 2,
     "mhc.residual": 3,
