@@ -11,6 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import jax
 import pytest
 
 from eval import generate, replay
@@ -108,5 +109,5 @@ def test_a_process_killed_and_started_again_equals_the_undisturbed_one(store, fi
     arms = load([place])[1]
     again = recompute(arms[0])
     assert again.step == 40 and again.difference is not None and again.difference < 1e-3
-    assert replay.replay(place, 39).differences == {}
+    assert replay.replay(place, 39, devices=jax.devices()[: processes.DEVICES]).differences == {}
     assert generate.main(["--checkpoint", f"{place}/checkpoints/40", "--prompt", "the", "--max_new_tokens", "4"]) == 0
