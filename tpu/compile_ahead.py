@@ -99,11 +99,11 @@ def _row_bytes(config: Config) -> int:
 def report(config: Config, slice_: Slice, *, plan_only: bool = False) -> dict[str, Any]:
     """Compile the step and say what one device holds, moves and computes.
 
-    {topology, chips, residual, mesh, accumulation, hbm_bytes, fits, per_device_bytes {parameters, optimizer, arguments,
-    temporaries, code, peak}, flops, bytes_accessed, collectives {kind: {count, bytes}}, compile_seconds, cpu_seconds,
-    compile_peak_host_bytes}: bytes and FLOPs of one device and one step; FLOPs and bytes accessed as XLA counts them,
-    which is once for the body of a loop. Where it does not fit, what XLA does not say then is None; so are code, FLOPs
-    and bytes accessed of a plan.
+    {topology, chips, residual, mesh, accumulation, rows_per_device (of a micro-batch), hbm_bytes, fits,
+    per_device_bytes {parameters, optimizer, arguments, temporaries, code, peak}, flops, bytes_accessed, collectives
+    {kind: {count, bytes}}, plan_only, compile_seconds, cpu_seconds, compile_peak_host_bytes}: bytes and FLOPs of one
+    device and one step; FLOPs and bytes accessed as XLA counts them, which is once for the body of a loop. Where it
+    does not fit, what XLA does not say then is None; so are code, FLOPs and bytes accessed of a plan.
     """
     mesh = _whole_mesh(config.mesh, slice_)
     config = dataclasses.replace(config, mesh=mesh)
@@ -117,6 +117,7 @@ def report(config: Config, slice_: Slice, *, plan_only: bool = False) -> dict[st
         "residual": config.residual.kind,
         "mesh": dataclasses.asdict(mesh),
         "accumulation": config.train.accumulation,
+        "rows_per_device": _rows(config),
         "hbm_bytes": slice_.hbm,
         "fits": memory is not None and peak <= slice_.hbm,
         "per_device_bytes": {

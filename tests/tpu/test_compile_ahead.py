@@ -212,6 +212,7 @@ REPORT = {
     "topology": "v5p:2x2x2",
     "mesh": {"data": 1, "fsdp": 4, "tensor": 2, "expert": 1},
     "accumulation": 8,
+    "rows_per_device": 5,
     "per_device_bytes": {"parameters": GIB, "optimizer": 2 * GIB, "temporaries": None, "peak": 3.5 * GIB},
     "collectives": {"all-gather": {"count": 7, "bytes": GIB}},
     "cpu_seconds": 40.2,
@@ -224,9 +225,11 @@ def test_a_table_of_reports(tmp_path, capsys):
     (tmp_path / "b.json").write_text(json.dumps({**REPORT, "collectives": {}}))
     table.main([str(tmp_path / "a.json"), str(tmp_path / "b.json")])
     head, _, first, second = capsys.readouterr().out.splitlines()
-    assert head == ("| report | slice | mesh | micro-batches | parameters | optimizer | peak | all-gather | CPU s |")
-    assert first == "| a | v5p:2x2x2 | fsdp 4, tensor 2 | 8 | 1.0 | 2.0 | 3.5 | 1.0 in 7 | 40 |"
-    assert second == "| b | v5p:2x2x2 | fsdp 4, tensor 2 | 8 | 1.0 | 2.0 | 3.5 |  | 40 |"
+    assert head == (
+        "| report | slice | mesh | micro-batches x rows | parameters | optimizer | peak | all-gather | CPU s |"
+    )
+    assert first == "| a | v5p:2x2x2 | fsdp 4, tensor 2 | 8 x 5 | 1.0 | 2.0 | 3.5 | 1.0 in 7 | 40 |"
+    assert second == "| b | v5p:2x2x2 | fsdp 4, tensor 2 | 8 x 5 | 1.0 | 2.0 | 3.5 |  | 40 |"
     (tmp_path / "c.json").write_text("[]")
     with pytest.raises(UserError, match=r"c\.json: no report"):
         table.main([str(tmp_path / "c.json")])
