@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -61,16 +62,11 @@ def compile_step(config: Config, slice_: Slice, *, plan_only: bool) -> Outcome:
             command = [sys.executable, "-m", "tpu.xla_process", name]
             root = Path(__file__).parents[1]
             process = subprocess.Popen(command, cwd=root, stdout=log, stderr=subprocess.STDOUT)
-            while True:
-                pid, _, usage = os.wait4(process.pid, os.WNOHANG)
-                if pid:
-                    break
-                if plan_only and _planned(folder):
+            try:
+                usage = _wait(process, lambda: plan_only and _planned(folder) is not None)
+            finally:
+                if process.returncode is None:
                     process.kill()
-                    _, _, usage = os.wait4(process.pid, 0)
-                    break
-                time.sleep(POLL_SECONDS)
-            process.returncode = 0  # it has been waited for
         seconds = time.perf_counter() - start
         result = folder / "result.json"
         found = json.loads(result.read_text()) if result.exists() else {}
@@ -81,9 +77,9 @@ def compile_step(config: Config, slice_: Slice, *, plan_only: bool) -> Outcome:
             lines = (folder / "log").read_text().splitlines()
             raise RuntimeError("the compiler failed:\n" + "\n".join(lines[-20:]))
         return Outcome(
-            hlo.memory(plan[0].read_text()) if plan and "used" not in found else None,
+            hlo.memory(plan[0]) if plan and "used" not in found else None,
             found.get("used"),
-            hlo.collectives(plan[1].read_text()) if plan else {},
+            hlo.collectives(plan[1]) if plan else {},
             found.get("code"),
             found.get("flops"),
             found.get("bytes_accessed"),
@@ -93,16 +89,28 @@ def compile_step(config: Config, slice_: Slice, *, plan_only: bool) -> Outcome:
         )
 
 
-def _planned(folder: Path) -> tuple[Path, Path] | None:
-    """(buffer assignment, program after it), once XLA has written both; None before."""
-    # This file comes after those two.
-    if not list(folder.glob("dump/*jit__step*.debug_options")):
+def _wait(process: subprocess.Popen[bytes], enough: Callable[[], bool]) -> resource.struct_rusage:
+    """What the process used until it ended, or until there was ``enough`` and it was stopped."""
+    while True:
+        ended, status, usage = os.wait4(process.pid, os.WNOHANG)
+        if not ended and enough():
+            process.kill()
+            ended, status, usage = os.wait4(process.pid, 0)
+        if ended:
+            process.returncode = os.waitstatus_to_exitcode(status)  # nobody else can wait for it now
+            return usage
+        time.sleep(POLL_SECONDS)
+
+
+def _planned(folder: Path) -> tuple[str, str] | None:
+    """(buffer assignment, program after it), once XLA has written both to the end; None before."""
+    ends = ("-buffer-assignment", "_after_buffer_assignment")
+    files = [list(folder.glob(f"dump/*jit__step*.after_optimizations{end}.txt")) for end in ends]
+    if not all(files):
         return None
-    texts = [
-        list(folder.glob(f"dump/*jit__step*.after_optimizations{end}.txt"))
-        for end in ("-buffer-assignment", "_after_buffer_assignment")
-    ]
-    return (texts[0][0], texts[1][0]) if all(texts) else None
+    # The program is written last, and its last computation ends like this.
+    buffers, program = (found[0].read_text() for found in files)
+    return (buffers, program) if "\nENTRY " in program and program.endswith("\n}\n\n") else None
 
 
 def used_bytes(message: str) -> int | None:

@@ -7,6 +7,7 @@ import importlib.util
 import json
 import math
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -117,6 +118,29 @@ def test_what_a_program_that_does_not_fit_would_need():
     early += "exceeds available HBM (15.75G)."
     assert xla_process.used_bytes(early) == 17.5 * GIB
     assert xla_process.used_bytes("INTERNAL: Mosaic failed to compile TPU kernel") is None
+
+
+def test_a_plan_is_read_when_it_is_whole(tmp_path):
+    """XLA writes while its process is watched."""
+    (tmp_path / "dump").mkdir()
+    start = tmp_path / "dump" / "module_0001.jit__step.cl_1.after_optimizations"
+    program = "%f (x: f32[]) -> f32[] {\n  ROOT %x = f32[] parameter(0)\n}\n\nENTRY %main () -> f32[] {\n"
+    assert xla_process._planned(tmp_path) is None
+    Path(f"{start}-buffer-assignment.txt").write_text(BUFFERS)
+    Path(f"{start}_after_buffer_assignment.txt").write_text(program)
+    assert xla_process._planned(tmp_path) is None
+    Path(f"{start}_after_buffer_assignment.txt").write_text(program + "}\n\n")
+    assert xla_process._planned(tmp_path) == (BUFFERS, program + "}\n\n")
+
+
+def test_a_process_is_waited_for_until_there_is_enough():
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    answers = iter([False, True])
+    usage = xla_process._wait(process, lambda: next(answers))
+    assert process.returncode == -signal.SIGKILL and usage.ru_maxrss > 0
+    process = subprocess.Popen([sys.executable, "-c", "raise SystemExit(3)"])
+    xla_process._wait(process, lambda: False)
+    assert process.returncode == 3
 
 
 @pytest.mark.parametrize(
