@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -115,7 +116,7 @@ def margin(config: Config, params: Any, batch: dict[str, Any]) -> float:
     def observe(view: SublayerView) -> dict[str, jax.Array]:
         core: Any = view.sublayer.core
         if not hasattr(core, "router"):
-            return {}
+            return {"margin": jnp.full(view.u.shape[:2], jnp.inf)}
         scores = jax.nn.softmax(view.sublayer.before(view.u) @ core.router[...], axis=-1)
         ordered = jax.lax.top_k(scores, config.moe.top_k + 1)[0]
         return {"margin": ordered[..., -2] - ordered[..., -1]}
