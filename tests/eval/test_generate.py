@@ -177,13 +177,17 @@ def test_stops_of_strings_and_tokens() -> None:
 
 
 @hypothesis.given(st.one_of(st.text().map(str.encode), st.binary()))
+@hypothesis.example(b"\xed\xa0")  # half a surrogate: never a character, and yet held back like the start of one
 def test_bytes_become_text_as_soon_as_they_are_characters(data: bytes) -> None:
     stream, text = text_stream(BYTES, [BYTES.bos_id]), ""
     for count, byte in enumerate(data, start=1):
         text += stream.push(byte)
         whole = data[:count].decode(errors="replace")
-        # At most an unfinished character is held back, which would be one U+FFFD.
-        assert whole in (text, text + "\N{REPLACEMENT CHARACTER}")
+        # At most an unfinished character is held back, of up to three bytes: all of them would be U+FFFD.
+        assert whole.startswith(text) and whole[len(text) :] in (
+            "",
+            *("\N{REPLACEMENT CHARACTER}" * n for n in (1, 2, 3)),
+        )
         assert text == whole or data[:count].decode(errors="ignore") == text.replace("\N{REPLACEMENT CHARACTER}", "")
     assert text + stream.end() == data.decode(errors="replace")
 

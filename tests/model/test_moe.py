@@ -202,7 +202,7 @@ def test_each_balance_moves_what_it_should():
 @pytest.mark.parametrize(
     ("kind", "mesh"),
     [
-        ("plain", {"expert": 2, "tensor": 2}),
+        pytest.param("plain", {"expert": 2, "tensor": 2}, marks=pytest.mark.slow),  # fast: tests/multidevice
         pytest.param("mhc", {"expert": 4}, marks=pytest.mark.slow),
         pytest.param("mhc", {"expert": 2, "fsdp": 2, "tensor": 2}, marks=pytest.mark.slow),
     ],

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import jax
@@ -106,46 +105,6 @@ MESHES: dict[str, dict[str, int]] = {
     "fsdp 2, tensor 2": {"fsdp": 2, "tensor": 2},
     "fsdp 4, expert 2": {"fsdp": 4, "expert": 2},
 }
-
-
-@functools.cache
-def curve(config: Config, devices: int) -> np.ndarray:
-    batches = [packed(8, seed) for seed in range(20)]
-    return column(train(trainer(config, devices), batches)[1], "loss")
-
-
-@pytest.mark.parametrize(
-    ("kind", "mesh"),
-    [
-        ("plain", "data 8"),
-        ("hc", "fsdp 4, expert 2"),
-        pytest.param("mhc", "fsdp 2, tensor 2", marks=pytest.mark.slow),  # the contract has a step of it
-    ],
-)
-def test_one_and_eight_devices_have_one_loss_curve(kind, mesh):
-    """Twenty steps of AdamW at 1e-3."""
-    config = small(kind)
-    assert (config.optimizer.name, config.optimizer.lr) == ("adamw", 1e-3)
-    one = curve(config, 1)
-    eight = curve(with_fields(config, mesh=MESHES[mesh]), 8)
-    np.testing.assert_allclose(eight, one, rtol=1e-5)
-    assert len(set(one)) == 20
-
-
-@pytest.mark.parametrize(
-    ("kind", "mesh"),
-    [
-        ("plain", "data 8"),
-        pytest.param("mhc", "fsdp 2, tensor 2", marks=pytest.mark.slow),
-        ("mhc", "fsdp 4, expert 2"),
-    ],
-)
-def test_initial_weights_do_not_depend_on_the_devices(kind, mesh):
-    config = small(kind, residual={"init": "v4" if kind == "mhc" else None})  # random maps; hc's are constants
-    one = trainer(config).init(0)
-    eight = trainer(with_fields(config, mesh=MESHES[mesh]), 8).init(0)
-    assert len(eight.params["embed"]["table"].sharding.device_set) == 8
-    assert_identical(eight.params, one.params)
 
 
 def test_parameters_and_moments_lie_in_their_shards():
