@@ -28,7 +28,7 @@ class Pod:
     """What every arm runs in."""
 
     image: str
-    """Container image with the project and its Python dependencies; its working directory is the project's root."""
+    """Container image with the project, its Python dependencies and bash; its working directory is the project's."""
     claim: str
     """PersistentVolumeClaim that holds the runs; arms write to <mount>/<grid>/<arm>."""
     accelerator: str
@@ -76,10 +76,12 @@ def manifest(plan: Plan, arm: str, pod: Pod) -> dict[str, Any]:
         }
     else:
         resource, selector = "nvidia.com/gpu", {"cloud.google.com/gke-accelerator": pod.accelerator}
+    workdir = f"{MOUNT}/{grid}/{arm}"
     container = {
         "name": "train",
         "image": pod.image,
-        "command": command(plan, arm, f"{MOUNT}/{grid}/{arm}"),
+        # train.py exits with 0 also when it was told to go and saved, which Kubernetes would take for the arm's end.
+        "command": ["bash", "tpu/worker.sh", "pod", "--workdir", workdir, "--", *command(plan, arm, workdir)],
         "resources": {"limits": {resource: pod.chips}},
         "volumeMounts": [{"name": "runs", "mountPath": MOUNT}],
     }
@@ -90,7 +92,15 @@ def manifest(plan: Plan, arm: str, pod: Pod) -> dict[str, Any]:
         "containers": [container],
         "volumes": [{"name": "runs", "persistentVolumeClaim": {"claimName": pod.claim}}],
     }
-    job = {"parallelism": 1, "completions": 1, "backoffLimit": 0, "template": {"spec": spec}}
+    # A user's mistake (2) or the guard's halt (3) would only come again; anything else is worth a restart.
+    final = {"containerName": "train", "operator": "In", "values": [2, 3]}
+    job = {
+        "parallelism": 1,
+        "completions": 1,
+        "backoffLimit": 0,
+        "podFailurePolicy": {"rules": [{"action": "FailJob", "onExitCodes": final}]},
+        "template": {"spec": spec},
+    }
     return {
         "apiVersion": "jobset.x-k8s.io/v1alpha2",
         "kind": "JobSet",
@@ -100,7 +110,10 @@ def manifest(plan: Plan, arm: str, pod: Pod) -> dict[str, Any]:
             "annotations": {"mhc-arm": arm},
         },
         "spec": {
-            "failurePolicy": {"maxRestarts": pod.restarts},
+            "failurePolicy": {
+                "maxRestarts": pod.restarts,
+                "rules": [{"action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}],
+            },
             "replicatedJobs": [{"name": "train", "replicas": 1, "template": {"spec": job}}],
         },
     }

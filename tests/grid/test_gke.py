@@ -42,7 +42,10 @@ def test_the_command_of_a_manifest_trains_the_arm(grid: str, monkeypatch: pytest
     monkeypatch.chdir(ROOT)
     for arm, manifest in manifests(planned, TPU).items():
         (container,) = pod_of(manifest)["containers"]
-        python, program, flag, config, *overrides, last, workdir = container["command"]
+        supervisor, entry = container["command"][:6], container["command"][6:]
+        assert supervisor == ["bash", "tpu/worker.sh", "pod", "--workdir", entry[-1], "--"]
+        assert (ROOT / supervisor[1]).is_file()
+        python, program, flag, config, *overrides, last, workdir = entry
         assert (python, program, flag, last) == ("python", "train.py", "--config", "--workdir")
         assert workdir.startswith("/runs/") and workdir.endswith(f"/{arm}")
         assert cli.load_config(config, overrides, cli.Parser()) == planned.config(arm)
@@ -82,7 +85,13 @@ def test_a_pod_asks_for_its_accelerators() -> None:
         assert spec["containers"][0]["resources"]["limits"] == resource
         assert spec["volumes"][0]["persistentVolumeClaim"] == {"claimName": "runs"}
         assert spec["containers"][0]["volumeMounts"] == [{"name": "runs", "mountPath": "/runs"}]
-        assert manifest["spec"]["failurePolicy"] == {"maxRestarts": 10}
+        assert manifest["spec"]["failurePolicy"]["maxRestarts"] == 10
+        (rule,) = manifest["spec"]["failurePolicy"]["rules"]
+        assert rule == {"action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}
+        (job,) = manifest["spec"]["replicatedJobs"]
+        (rule,) = job["template"]["spec"]["podFailurePolicy"]["rules"]
+        assert rule["action"] == "FailJob" and rule["onExitCodes"]["values"] == [2, 3]
+        assert rule["onExitCodes"]["containerName"] == spec["containers"][0]["name"]
 
 
 def test_names_are_those_of_kubernetes_and_different() -> None:
