@@ -216,6 +216,7 @@ def summary(found: Found, first: Found | None) -> dict[str, Any]:
     from eval.scoring import intervals, measures, resampled
 
     weights = resampled(len(found.documents))
+    alone = len(found.documents) < 2  # nothing to draw from
     whole = measures(*(float(part.sum()) for part in found.sums))
     bounds = intervals(found.sums, weights)
     context, (nll, tokens) = np.arange(1, len(found.by_position) + 1), found.by_position.T
@@ -226,7 +227,14 @@ def summary(found: Found, first: Found | None) -> dict[str, Any]:
         "documents": len(found.documents),
         "tokens": int(found.sums.tokens.sum()),
         "bytes": int(found.sums.bytes.sum()),
-        **{name: {"value": value, "low": bounds[name][0], "high": bounds[name][1]} for name, value in _items(whole)},
+        **{
+            name: {
+                "value": value,
+                "low": None if alone else bounds[name][0],
+                "high": None if alone else bounds[name][1],
+            }
+            for name, value in _items(whole)
+        },
         "by_context": [
             {"context": int(c), "loss": float(a / b), "tokens": int(b)}
             for c, a, b in zip(context, nll, tokens, strict=True)
@@ -234,7 +242,7 @@ def summary(found: Found, first: Found | None) -> dict[str, Any]:
         ],
         "seconds": found.seconds,
     }
-    if first is not None and first is not found:
+    if first is not None and first is not found and not alone:
         out["minus_first"] = difference(found, first, weights)
     return out
 
@@ -270,13 +278,14 @@ def table(summaries: Sequence[dict[str, Any]]) -> str:
     for one in summaries:
         values = {name: one[name]["value"] for name in ("loss", "perplexity", "bits_per_token", "bits_per_byte")}
         bits, gap = one["bits_per_byte"], one.get("minus_first")
+        interval = "one document" if bits["low"] is None else f"{bits['low']:.4f} to {bits['high']:.4f}"
         lines.append(
             (
                 one["checkpoint"],
                 f"{values['loss']:.4f}",
                 f"{values['perplexity']:.4g}",
                 f"{values['bits_per_token']:.4f}",
-                "—" if math.isnan(bits["value"]) else f"{bits['value']:.4f} ({bits['low']:.4f} to {bits['high']:.4f})",
+                "—" if math.isnan(bits["value"]) else f"{bits['value']:.4f} ({interval})",
                 "—" if gap is None else f"{gap['value']:+.4f} ({gap['low']:+.4f} to {gap['high']:+.4f})",
             )
         )
@@ -299,7 +308,8 @@ def draw(summaries: Sequence[dict[str, Any]], folder: Path) -> Path:
     sheet.title(1, "nats per token by tokens of context")
     for number, (one, style) in enumerate(zip(summaries, styles, strict=True)):
         value = one[measure]
-        sheet.interval(0, one["checkpoint"], number, (value["value"], value["low"], value["high"]), style)
+        low, high = (value["value"] if value[end] is None else value[end] for end in ("low", "high"))
+        sheet.interval(0, one["checkpoint"], number, (value["value"], low, high), style)
         buckets = by_buckets(one["by_context"])
         x = np.array([bucket["context"] for bucket in buckets], float)
         sheet.line(1, one["checkpoint"], x, np.array([bucket["loss"] for bucket in buckets]), style, marker=True)

@@ -68,6 +68,12 @@ def initialize(config: DistributedConfig) -> None:
             heartbeat_timeout_seconds=config.timeout,
             shutdown_timeout_seconds=config.timeout,
         )
+    except RuntimeError as error:
+        if "Failed to start RPC server" not in str(error):
+            raise
+        raise UserError(
+            f"distributed.coordinator: {config.coordinator or 'the address'} cannot be listened on: is the port taken?"
+        ) from None
     except (ValueError, TypeError, KeyError) as error:
         missing = f"{error} is not set" if isinstance(error, KeyError) else str(error).rstrip(".")
         raise UserError(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -42,6 +44,7 @@ class Checkpoints:
             enable_async_checkpointing=True,
             read_only=read_only,
         )
+        self._workdir = workdir
         self._manager = ocp.CheckpointManager(_folder(workdir), item_names=ITEMS, options=options)
 
     def latest(self) -> int | None:
@@ -79,7 +82,8 @@ class Checkpoints:
             layout._asdict(),
         )
         args = ocp.args.Composite(state=ocp.args.StandardRestore(target), host=ocp.args.JsonRestore())
-        restored = self._manager.restore(step, args=args)
+        with _reading(self._workdir, step):
+            restored = self._manager.restore(step, args=args)
         return TrainState(**restored["state"]), restored["host"]
 
     def host(self, step: int) -> dict[str, Any]:
@@ -120,6 +124,24 @@ def _folder(run: Folder) -> Folder:
     return folder.absolute() if isinstance(folder, Path) else folder
 
 
+# How TensorStore speaks of files that are not whole.
+_DAMAGE = ("OUT_OF_RANGE", "DATA_LOSS", "NOT_FOUND", "Error opening", "Error reading", "CRC", "checksum", "corrupt")
+
+
+@contextlib.contextmanager
+def _reading(run: Folder, step: int) -> Iterator[None]:
+    """Turns the errors of a damaged checkpoint into a line that names the others. Raises UserError."""
+    try:
+        yield
+    except (ValueError, OSError, RuntimeError) as error:
+        text = str(error)
+        if isinstance(error, UserError) or not any(sign in text for sign in _DAMAGE):
+            raise
+        first = next((line.strip() for line in text.splitlines() if any(sign in line for sign in _DAMAGE)), text)
+        others = ", ".join(str(other) for other in committed_steps(run) if other != step) or "none"
+        raise UserError(f"{run}: checkpoint {step} is damaged: {first[:160]}…; other steps: {others}") from None
+
+
 def find_checkpoint(run: str | os.PathLike[str], step: int | None = None) -> tuple[Config, int]:
     """(resolved config, step) of a run's checkpoint: of ``step``, or the last committed one.
 
@@ -130,7 +152,10 @@ def find_checkpoint(run: str | os.PathLike[str], step: int | None = None) -> tup
     stored = remote.read(place / "config.json")
     if stored is None:
         raise UserError(f"{run}: not a run folder (it has no config.json)")
-    config = configs.from_json(stored.decode())
+    try:
+        config = configs.from_json(stored.decode())
+    except UserError as error:
+        raise UserError(f"{place / 'config.json'}: {error}; was it written by another version?") from None
     steps = committed_steps(place)
     if not steps:
         raise UserError(f"{run}: no committed checkpoint in {place / FOLDER}")
@@ -149,7 +174,7 @@ def restore_parts(run: Folder, step: int, abstract: dict[str, Any], layout: dict
         each leaf.
 
     Raises:
-      UserError: the checkpoint holds weights alone, and more is asked for.
+      UserError: the checkpoint is damaged, or holds weights alone, and more is asked for.
     """
     target = jax.tree.map(
         lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), abstract, layout
@@ -162,7 +187,8 @@ def restore_parts(run: Folder, step: int, abstract: dict[str, Any], layout: dict
         args = ocp.args.PyTreeRestore(
             item=target, restore_args=ocp.checkpoint_utils.construct_restore_args(target), partial_restore=True
         )
-        return dict(manager.restore(step, args=ocp.args.Composite(state=args))["state"])
+        with _reading(run, step):
+            return dict(manager.restore(step, args=ocp.args.Composite(state=args))["state"])
 
 
 def load_run(run: str | os.PathLike[str], step: int | None = None) -> LoadedRun:

@@ -163,7 +163,7 @@ class Run:
             closing.callback(self.data.close)
             closing.enter_context(self.stop.listening())
             with distributed.together():
-                self._check_same(configs.from_json(distributed.gather(configs.to_json(self.config))[0]))
+                self._check_same(*distributed.gather([configs.to_json(self.config), str(self.place)])[0])
             with distributed.together():
                 self.home.wait_until_free()
             with distributed.together():
@@ -180,9 +180,11 @@ class Run:
                 self._loop()
             return self._finish()
 
-    def _check_same(self, first: Config) -> None:
-        """Refuse a config of this process that is not that of process 0, ``first``."""
-        for name, (theirs, ours) in configs.diff(first, self.config).items():
+    def _check_same(self, config: str, place: str) -> None:
+        """Refuse a config or folder of this process that is not that of process 0, which these are."""
+        if str(self.place) != place:
+            raise UserError(f"--workdir: given {self.place}, allowed: what process 0 has, {place}")
+        for name, (theirs, ours) in configs.diff(configs.from_json(config), self.config).items():
             if not name.startswith("distributed."):
                 raise UserError(f"{name}: given {ours!r}, allowed: what process 0 has, {theirs!r}")
 
