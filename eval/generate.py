@@ -16,7 +16,6 @@ from __future__ import annotations
 import codecs
 import dataclasses
 import json
-import os
 import sys
 import time
 import zlib
@@ -423,7 +422,7 @@ def main(arguments: Sequence[str]) -> int:
         prompts[0].encode()
     except UnicodeEncodeError:
         raise UserError("--prompt: not UTF-8") from None
-    out = None if options.json is None else _check_out(options.json)
+    out = None if options.json is None else cli.check_file(options.json, "--json")
 
     # jax takes seconds to import: only a command without mistakes waits for it.
     from mhc.data import tokenizers
@@ -481,13 +480,6 @@ def main(arguments: Sequence[str]) -> int:
         temporary.write_text(json.dumps(record, indent=2, ensure_ascii=False) + "\n", "utf-8")
         temporary.replace(out)
     return 0
-
-
-def _check_out(path: str) -> Path:
-    out = Path(path)
-    if out.is_dir() or not out.parent.is_dir() or not os.access(out.parent, os.W_OK):
-        raise UserError(f"--json: cannot write {path}, allowed: a file in a folder that can be written")
-    return out
 
 
 def _note_length(generator: Generator, prompts: Sequence[str], new: int) -> None:

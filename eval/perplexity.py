@@ -349,7 +349,7 @@ def main(arguments: Sequence[str]) -> int:
         raise UserError(f"--rows: given {options.rows}, allowed: 0 (all) or more")
     out = cli.check_writable(options.out, "--out") if options.out else None
     if options.json:
-        cli.check_writable(str(Path(options.json).parent), "--json")
+        cli.check_file(options.json, "--json")
 
     found: list[Found] = []
     for name in options.checkpoint:

@@ -155,6 +155,14 @@ def check_writable(folder: str, option: str = "--workdir") -> Path:
     return path
 
 
+def check_file(file: str, option: str) -> Path:
+    """The path of a file that can be written, in a folder that is there. Raises UserError where it cannot."""
+    path = Path(file)
+    if path.is_dir() or not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
+        raise UserError(f"{option}: cannot write {file}, allowed: a file in a folder that can be written")
+    return path
+
+
 def check_workdir(folder: str) -> remote.Folder:
     """As `check_writable` for --workdir, which may also be ``gs://BUCKET/PATH``: then the bucket is asked for."""
     if not remote.is_remote(folder):

@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 import os
 import signal
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import jax
 import numpy as np
@@ -12,10 +15,11 @@ import pytest
 from jax.experimental import multihost_utils
 
 from mhc import distributed
-from mhc.config import DistributedConfig
+from mhc.config import DistributedConfig, to_json
 from mhc.distributed import StopRequest
 from mhc.errors import UserError
 from mhc.sharding import local_rows, make_mesh, put_batch
+from mhc.train.run import Run
 from tests.small import with_fields
 from tests.small_runs import config
 
@@ -49,6 +53,31 @@ def test_a_host_without_an_address_is_waited_for_and_then_given_up(capsys, monke
     assert "trying for at most 3 s" in waiting and error.startswith(
         "error: distributed.coordinator: host later.invalid"
     )
+
+
+@pytest.mark.parametrize(
+    ("text", "raised"), [("UNKNOWN: Failed to start RPC server", UserError), ("INTERNAL: a bug", RuntimeError)]
+)
+def test_a_taken_port_is_a_mistake_and_another_error_is_not(text, raised, monkeypatch):
+    def fails(**given: object) -> None:
+        raise RuntimeError(text)
+
+    monkeypatch.setattr(jax.distributed, "initialize", fails)
+    given = DistributedConfig(cluster="address", coordinator="127.0.0.1:1", processes=2)
+    with pytest.raises(raised) as caught:
+        distributed.initialize(given)
+    assert (raised is RuntimeError) == (str(caught.value) == text)
+    assert raised is RuntimeError or "127.0.0.1:1 cannot be listened on: is the port taken?" in str(caught.value)
+
+
+def test_another_folder_or_config_than_process_0_has_is_refused():
+    made = config("text:/nowhere/*.txt")
+    ours: Any = SimpleNamespace(place=Path("runs/a"), config=made)
+    Run._check_same(ours, to_json(made), "runs/a")
+    with pytest.raises(UserError, match=r"--workdir: given runs/a, allowed: what process 0 has, runs/b"):
+        Run._check_same(ours, to_json(made), "runs/b")
+    with pytest.raises(UserError, match=r"optimizer.lr: given 0.01, allowed: what process 0 has, 0.5"):
+        Run._check_same(ours, to_json(with_fields(made, optimizer={"lr": 0.5})), "runs/a")
 
 
 @pytest.mark.parametrize(

@@ -252,9 +252,7 @@ def main(arguments: Sequence[str]) -> int:
         raise UserError(f"--smallest: {given!r}, allowed: {', '.join(CHIPS)}{did_you_mean(given, CHIPS)}")
     slice_ = parse_slice(options.topology) if options.topology else None
     if options.json:
-        cli.check_writable(str(Path(options.json).parent), "--json")
-        if not Path(options.json).parent.is_dir():
-            raise UserError(f"--json: {Path(options.json).parent} is no folder")
+        cli.check_file(options.json, "--json")
     config = cli.load_config(options.config, overrides, parser)
     if config.model.vocab_size is None:
         from mhc.data import tokenizers

@@ -221,6 +221,7 @@ def test_a_config_of_another_version_is_named(trained, tmp_path):
         (["--average", "0"], "--average: given 0, allowed: 1 or more"),
         (["--config.model.width=16"], "--config.model.width: the weights fix it; allowed: --config.{mesh,data,"),
         (["--config.mesh.fsdp=3"], "does not fit 8 devices"),
+        (["--json", "/nowhere/at/all.json"], "--json: cannot write /nowhere/at/all.json, allowed: a file in a folder"),
         (["--strid", "3"], "unknown argument --strid (did you mean --stride?)"),
         (["--config.data.validation=text:/nowhere/*.txt"], "/nowhere"),
     ],

@@ -148,6 +148,10 @@ def test_a_process_is_waited_for_until_there_is_enough():
     [
         (["--topology", "v7p:2x2x1"], "--topology: 'v7p:2x2x1', allowed: v4, v5e, v5p, v6e and a shape"),
         (["--topology", "v5p:4x4"], "--topology: 'v5p:4x4', allowed: 3 sides, such as v5p:4x4x8"),
+        (
+            ["--topology", "v5e:2x2", "--json", "/nowhere/a.json"],
+            "--json: cannot write /nowhere/a.json, allowed: a file",
+        ),
         (["--smallest", "v5"], "--smallest: 'v5', allowed: v4, v5e, v5p, v6e (did you mean"),
         (
             ["--topology", "v5e:2x2", "--config.mesh.fsdp=8"],
