@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from eval import checkpoints
+from eval.terminal import Progress
 from mhc import cli
 from mhc.config import Config
 from mhc.data.tokenizers import ByteTokenizer, Tokenizer
@@ -454,7 +455,7 @@ def main(arguments: Sequence[str]) -> int:
         stop=options.stop,
         stop_tokens=options.stop_token,
         tell=(lambda _, text: print(text, end="", flush=True)) if streams else (lambda _, text: None),
-        progress=(lambda done, tokens: None) if streams else _Progress(len(prompts)),
+        progress=(lambda done, tokens: None) if streams else _telling(len(prompts)),
     )
     if streams:
         print()
@@ -489,20 +490,13 @@ def _note_length(generator: Generator, prompts: Sequence[str], new: int) -> None
         print(f"note: up to {longest} tokens a text; the model was trained on {trained}", file=sys.stderr)
 
 
-class _Progress:
-    """A line every few seconds, to stderr."""
+def _telling(total: int) -> Callable[[int, int], None]:
+    progress = Progress()
 
-    def __init__(self, total: int, every: float = 5.0) -> None:
-        self._total, self._every = total, every
-        self._start = self._last = time.monotonic()
+    def tell(done: int, tokens: int) -> None:
+        progress(lambda seconds: f"{done} of {total} prompts, {tokens} tokens, {tokens / seconds:.1f} a second")
 
-    def __call__(self, done: int, tokens: int) -> None:
-        now = time.monotonic()
-        if now - self._last < self._every:
-            return
-        self._last = now
-        rate = tokens / (now - self._start)
-        print(f"{done} of {self._total} prompts, {tokens} tokens, {rate:.1f} a second", file=sys.stderr)
+    return tell
 
 
 if __name__ == "__main__":

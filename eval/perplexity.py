@@ -17,13 +17,14 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from eval import checkpoints
+from eval.terminal import Progress, aligned
 from mhc import cli
 from mhc.errors import UserError
 
@@ -168,11 +169,13 @@ def _open(config: Config, split: Split) -> tuple[Any, Any]:
 # Scores ---------------------------------------------------------------------------------------------------------------
 
 
-def score(checkpoint: checkpoints.Checkpoint, corpus: Corpus, tell: Any = lambda tokens, seconds: None) -> Found:
+def score(
+    checkpoint: checkpoints.Checkpoint, corpus: Corpus, tell: Callable[[int], None] = lambda tokens: None
+) -> Found:
     """Sums of a checkpoint over a corpus, added up in float64.
 
     Args:
-      tell: called after each batch with the tokens scored so far and the seconds they took.
+      tell: called after each batch with the tokens scored so far.
     """
     from eval.scoring import Scorer, Sums
 
@@ -191,7 +194,7 @@ def score(checkpoint: checkpoints.Checkpoint, corpus: Corpus, tell: Any = lambda
         context = batch["context"][counted]
         by_position[:, 0] += np.bincount(context, nll, length + 1)
         by_position[:, 1] += np.bincount(context, minlength=length + 1)
-        tell(int(sums[1].sum()), time.monotonic() - started)
+        tell(int(sums[1].sum()))
     if not sums[1].any():
         raise UserError("nothing to score: the split has no token")
     there = np.flatnonzero(sums[1])
@@ -289,9 +292,7 @@ def table(summaries: Sequence[dict[str, Any]]) -> str:
                 "—" if gap is None else f"{gap['value']:+.4f} ({gap['low']:+.4f} to {gap['high']:+.4f})",
             )
         )
-    widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
-    padded = ([cell.ljust(width) for cell, width in zip(line, widths, strict=True)] for line in lines)
-    return "\n".join("  ".join(cells).rstrip() for cells in padded)
+    return aligned(lines)
 
 
 def draw(summaries: Sequence[dict[str, Any]], folder: Path) -> Path:
@@ -365,7 +366,12 @@ def main(arguments: Sequence[str]) -> int:
                 raise UserError(f"--stride: given {options.stride}, allowed: 1 to data.sequence_length={most}")
             corpus = sliding(config, options.split, rows=rows, batch_size=options.batch_size, stride=options.stride)
         print(f"{checkpoint.name}: compiling, then scoring", file=sys.stderr)
-        found.append(score(checkpoint, corpus, _Progress(checkpoint.name)))
+        progress = Progress()
+
+        def tell(tokens: int, name: str = checkpoint.name, progress: Progress = progress) -> None:
+            progress(lambda seconds: f"{name}: {tokens:,} tokens, {tokens / seconds:,.0f} a second")
+
+        found.append(score(checkpoint, corpus, tell))
         del checkpoint
     summaries = [summary(one, found[0]) for one in found]
     print(table(summaries))
@@ -377,19 +383,6 @@ def main(arguments: Sequence[str]) -> int:
         out.mkdir(parents=True, exist_ok=True)
         print(f"{draw(summaries, out)}", file=sys.stderr)
     return 0
-
-
-class _Progress:
-    """A line on stderr every few seconds."""
-
-    def __init__(self, name: str):
-        self._name, self._last = name, time.monotonic()
-
-    def __call__(self, tokens: int, seconds: float) -> None:
-        now = time.monotonic()
-        if now - self._last >= 5.0:
-            self._last = now
-            print(f"{self._name}: {tokens:,} tokens, {tokens / seconds:,.0f} a second", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

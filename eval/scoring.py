@@ -131,3 +131,13 @@ def intervals(sums: Sums, weights: np.ndarray) -> dict[str, tuple[float, float]]
     drawn = np.array([measures(*one) for one in zip(nll, tokens, size, strict=True)])
     low, high = np.percentile(drawn, (2.5, 97.5), axis=0)
     return {name: (float(low[i]), float(high[i])) for i, name in enumerate(Measures._fields)}
+
+
+def mean_interval(values: np.ndarray) -> tuple[float, float | None, float | None]:
+    """(mean, low, high) of one value a sample: 95 % percentile bootstrap; no bounds for fewer than two samples."""
+    values = np.asarray(values, np.float64)
+    if len(values) < 2:
+        return float(values.mean()), None, None
+    drawn = resampled(len(values)) @ values / len(values)
+    low, high = np.percentile(drawn, (2.5, 97.5))
+    return float(values.mean()), float(low), float(high)
