@@ -169,6 +169,12 @@ def _open(config: Config, split: Split) -> tuple[Any, Any]:
 # Scores ---------------------------------------------------------------------------------------------------------------
 
 
+def counts(config: Config, batch: Batch) -> np.ndarray:
+    """[B, T]: whether the target there is scored. Those within a prefix were seen before they were predicted."""
+    counted = batch["weights"] > 0
+    return counted & (batch["positions"] + 1 >= config.attention.prefix) if config.attention.prefix else counted
+
+
 def score(
     checkpoint: checkpoints.Checkpoint, corpus: Corpus, tell: Callable[[int], None] = lambda tokens: None
 ) -> Found:
@@ -183,11 +189,8 @@ def score(
     length = checkpoint.config.data.sequence_length
     sums = np.zeros((3, corpus.documents))
     by_position = np.zeros((length + 1, 2))
-    prefix = checkpoint.config.attention.prefix
     for batch, scores in Scorer(checkpoint).each(corpus.batches):
-        counted = batch["weights"] > 0
-        if prefix:  # such targets were seen before they were predicted
-            counted &= batch["positions"] + 1 >= prefix
+        counted = counts(checkpoint.config, batch)
         documents, nll = batch["documents"][counted], scores.nll[counted].astype(np.float64)
         for row, values in zip(sums, (nll, np.ones(len(nll)), batch["target_bytes"][counted]), strict=True):
             row += np.bincount(documents, values, corpus.documents)

@@ -12,6 +12,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from eval.checkpoints import Checkpoint
 from mhc.model.decoder import Decoder
+from mhc.model.edits import Edits
 from mhc.sharding import BATCH_AXES, compiler_options, put_batch, replicated, threads_of_one_cpu, tracing_for
 from mhc.train.loss import chunk_length
 
@@ -31,9 +32,10 @@ def token_scores(
     targets: Int[Array, "B T"],
     segment_ids: Int[Array, "B T"],
     positions: Int[Array, "B T"],
+    edits: Edits | None = None,
 ) -> TokenScores:
-    """Scores of the targets; logits exist for ``chunk_length`` tokens a row at a time."""
-    h = decoder.forward(tokens, segment_ids, positions).h
+    """Scores of the targets, from logits of ``chunk_length`` tokens a row at a time. ``edits``: as in ``forward``."""
+    h = decoder.forward(tokens, segment_ids, positions, edits=edits).h
     rows, length = tokens.shape
     chunk = chunk_length(decoder.config, rows, length)
 

@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import logging
 import math
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Literal
 
 import jax
@@ -122,6 +123,13 @@ def attention_context(
     prefix = prefix if prefix is not None else config.attention.prefix or None
     if choose_implementation(config) == "flash" and prefix is None:
         return context
+    return _with_masks(context, config, index, prefix)
+
+
+def _with_masks(
+    context: AttentionContext, config: Config, index: Int[Array, "1 T"], prefix: jax.Array | int | None
+) -> AttentionContext:
+    positions, segment_ids = context.positions, context.segment_ids
 
     def mask(window: int | None) -> jax.Array:
         seen = visible(index, index, window=window)
@@ -334,21 +342,37 @@ class Attention(nnx.Module):
     def _bias(self, table: jax.Array | None, queries: jax.Array, keys: jax.Array) -> jax.Array | None:
         return logit_bias(self.config, table, queries, keys)
 
-    def statistics(
-        self, x: Float[Array, "B T D"], context: AttentionContext
-    ) -> tuple[Float[Array, ""], Float[Array, "B H T"]]:
-        """(largest attention logit of a visible pair, entropy in nats of each query's weights), for the probes."""
+    def scores(self, x: Float[Array, "B T D"], context: AttentionContext) -> Float[Array, "B H T U"]:
+        """Attention logits in float32, capped and biased; -inf where a query does not see the key."""
+        if context.full is None:  # an implementation that makes its own masks
+            context = _with_masks(context, self.config, jnp.arange(x.shape[1], dtype=jnp.int32)[None], None)
         q, k, _ = self.project(x, context.positions, context.frequencies)
         k = jnp.repeat(k, q.shape[2] // k.shape[2], axis=2)
         scores = jnp.einsum("bthk,buhk->bhtu", q, k, preferred_element_type=jnp.float32) * self.scale
         bias = self._bias(context.table, context.distances, context.distances)
         mask = context.mask[:, None]
-        scores = jnp.where(mask, _masked(scores[:, :, None], jnp.array(True), bias, self.softcap)[:, :, 0], -jnp.inf)
+        return jnp.where(mask, _masked(scores[:, :, None], jnp.array(True), bias, self.softcap)[:, :, 0], -jnp.inf)
+
+    def statistics(
+        self, x: Float[Array, "B T D"], context: AttentionContext
+    ) -> tuple[Float[Array, ""], Float[Array, "B H T"]]:
+        """(largest attention logit of a visible pair, entropy in nats of each query's weights), for the probes."""
+        scores = self.scores(x, context)
         log_weights = jax.nn.log_softmax(scores, axis=-1)
         weights = jnp.exp(log_weights)
         return jnp.max(scores), -jnp.sum(jnp.where(weights > 0, weights * log_weights, 0.0), axis=-1)
 
-    def __call__(self, x: Float[Array, "B T D"], context: AttentionContext) -> Float[Array, "B T D"]:
+    def __call__(
+        self,
+        x: Float[Array, "B T D"],
+        context: AttentionContext,
+        change: Callable[[Float[Array, "B T H J"]], Float[Array, "B T H J"]] | None = None,
+    ) -> Float[Array, "B T D"]:
+        """The sublayer's output; ``change`` is given the heads' results and returns what is joined instead."""
+        y = kept(self._attend(x, context))
+        return kept(self.join(y if change is None else change(y)))
+
+    def _attend(self, x: jax.Array, context: AttentionContext) -> Float[Array, "B T H J"]:
         q, k, v = (kept(part) for part in self.project(x, context.positions, context.frequencies))
         impl = choose_implementation(self.config)
         if impl == "flash" and context.full is not None:
@@ -360,14 +384,11 @@ class Attention(nnx.Module):
                 return attend_flash(q, k, v, context.segment_ids, window=window, scale=self.scale, softcap=self.softcap)
 
             if isinstance(context.local, bool):
-                y = flash(window if context.local else None)
-            else:
-                y = jax.lax.cond(context.local, lambda: flash(window), lambda: flash(None))
-            return kept(self.join(kept(y)))
+                return flash(window if context.local else None)
+            return jax.lax.cond(context.local, lambda: flash(window), lambda: flash(None))
         attend = {"xla": attend_xla, "sdpa": attend_sdpa}[impl]
         bias = self._bias(context.table, context.distances, context.distances)
-        y = attend(q, k, v, context.mask, scale=self.scale, bias=bias, softcap=self.softcap)
-        return kept(self.join(kept(y)))
+        return attend(q, k, v, context.mask, scale=self.scale, bias=bias, softcap=self.softcap)
 
 
 class HeadAttention(Attention):

@@ -32,6 +32,7 @@ from mhc.model.cache import (
     place,
     slots_of,
 )
+from mhc.model.edits import Edits
 from mhc.model.layers import KEPT, Embedding, Head, Mlp, Sublayer, kernel
 from mhc.model.moe import Moe
 from mhc.model.norms import make_norm
@@ -64,6 +65,7 @@ class SublayerView(NamedTuple):
     u: jax.Array  # F's input [B, T, D]
     y: jax.Array  # F's output [B, T, D]
     state: State  # after the write
+    heads: jax.Array | None  # attention's results by head [B, T, H, J]
 
 
 # What it returns is stacked over depth. Its keys may differ between attention and feed-forward, not between blocks.
@@ -117,8 +119,17 @@ class Block(nnx.Module):
         context: AttentionContext,
         topology: ResidualTopology,
         observe: Observer | None = None,
+        edits: Edits | None = None,
     ) -> tuple[State, Seen]:
         router: dict[str, jax.Array] = {}
+        heads: list[jax.Array] = []
+
+        def change(y: jax.Array) -> jax.Array:
+            heads.append(y if edits is None else edits.heads(y))
+            return heads[-1]
+
+        def attention(u: jax.Array, context: AttentionContext) -> jax.Array:
+            return self.attention(u, context, *(() if observe is None and edits is None else (change,)))
 
         def feed_forward(u: jax.Array) -> jax.Array:
             valid = None if context.segment_ids is None else context.segment_ids > 0
@@ -127,15 +138,19 @@ class Block(nnx.Module):
             return y
 
         seen = []
-        for connection, sublayer, run, args in (
-            (self.attention_residual, self.attention, self.attention, (context,)),
+        state = state if edits is None else edits.state(state)
+        sublayers: tuple[tuple[Connection, Sublayer, Callable[..., jax.Array], tuple[Any, ...]], ...] = (
+            (self.attention_residual, self.attention, attention, (context,)),
             (self.mlp_residual, self.mlp, feed_forward, ()),
-        ):
+        )
+        for number, (connection, sublayer, run, args) in enumerate(sublayers):
             u, maps = connection.read(state)
             y = run(u, *args)
+            y = y if edits is None else edits.output(y, number)
             state = _laid_out(connection.write(state, y, maps), u.shape)
             if observe is not None:
-                seen.append(observe(SublayerView(topology, connection, maps, sublayer, args, u, y, state)))
+                by_head = heads[0] if number == 0 else None
+                seen.append(observe(SublayerView(topology, connection, maps, sublayer, args, u, y, state, by_head)))
         return state, Seen(tuple(seen), router)
 
     def extend(self, state: State, context: CacheContext, cache: Cache) -> tuple[State, Cache]:
@@ -236,8 +251,9 @@ class Decoder(nnx.Module):
         observe: Observer | None = None,
         *,
         prefix: Int[Array, " B"] | int | None = None,
+        edits: Edits | None = None,
     ) -> Hidden:
-        """Hidden states of whole rows.
+        """Hidden states of whole rows; ``edits``: interventions in the blocks.
 
         A key that ``observe`` gives for every sublayer is stacked to [S, ...] in depth order, one that it gives only
         for attention or only for feed-forward to [L, ...].
@@ -251,7 +267,9 @@ class Decoder(nnx.Module):
         state = self._expand(self.embed_tokens(tokens, context.positions))
         seen: list[Seen] = []
         for blocks, first, count in self.stacks:
-            state, one = self._run_stack(blocks, state, context, config.local_layers[first : first + count], observe)
+            local = config.local_layers[first : first + count]
+            changes = None if edits is None else edits.of(first, count)
+            state, one = self._run_stack(blocks, state, context, local, observe, changes)
             seen.append(one)
         observed = jax.tree.map(lambda *parts: jnp.concatenate(parts), *[one.observed for one in seen])
         h = self._collapse(state)
@@ -272,43 +290,46 @@ class Decoder(nnx.Module):
         context: AttentionContext,
         local: tuple[bool, ...],
         observe: Observer | None,
+        edits: Edits | None,
     ) -> tuple[State, Seen]:
         graph, stacked = nnx.split(blocks)
         model, mixed = self.config.model, len(set(local)) > 1
 
-        def block(state: State, params: Any, flag: Any) -> tuple[State, Seen]:
-            return nnx.merge(graph, params)(state, context.at(flag), self.residual, observe)
+        def block(state: State, params: Any, flag: Any, edits: Edits | None) -> tuple[State, Seen]:
+            return nnx.merge(graph, params)(state, context.at(flag), self.residual, observe, edits)
 
         # Only where layers differ is the kind of their mask data: a constant spares the choice in every layer.
         flags = jnp.asarray(local) if mixed else None
 
-        def scanned(state: State, params: Any, flags: jax.Array | None) -> tuple[State, Seen]:
+        layers = (stacked, flags, edits)
+
+        def scanned(state: State, layers: Any) -> tuple[State, Seen]:
             return jax.lax.scan(
-                lambda s, layer: block(s, layer[0], layer[1] if mixed else local[0]), state, (params, flags)
+                lambda s, layer: block(s, layer[0], layer[1] if mixed else local[0], layer[2]), state, layers
             )
 
-        def unrolled(state: State, params: Any, flags: jax.Array | None) -> tuple[State, Seen]:
+        def unrolled(state: State, layers: Any) -> tuple[State, Seen]:
             each = []
-            for layer in range(jax.tree.leaves(params)[0].shape[0]):
-                flag = local[0] if flags is None else flags[layer]
-                state, one = block(state, jax.tree.map(lambda leaf, i=layer: leaf[i], params), flag)
+            for number in range(jax.tree.leaves(layers)[0].shape[0]):
+                params, flag, changes = jax.tree.map(lambda leaf, i=number: leaf[i], layers)
+                state, one = block(state, params, local[0] if flag is None else flag, changes)
                 each.append(one)
             return state, jax.tree.map(lambda *leaves: jnp.stack(leaves), *each)
 
         run = scanned if model.scan else unrolled
         if model.remat == "none":
-            return run(state, stacked, flags)
+            return run(state, layers)
         # The backward pass starts again from the state before each group, and keeps of it what the policy says.
         policy, size = REMAT_POLICIES[model.remat], self.config.remat_blocks if model.remat == "streams" else 1
         group = jax.checkpoint(run if size > 1 else unrolled, policy=policy, prevent_cse=not model.scan)
         whole = len(local) // size * size if model.scan else 0
         seen = []
         if whole:
-            groups = jax.tree.map(lambda leaf: leaf[:whole].reshape(-1, size, *leaf.shape[1:]), (stacked, flags))
-            state, one = jax.lax.scan(lambda s, layers: group(s, *layers), state, groups)
+            groups = jax.tree.map(lambda leaf: leaf[:whole].reshape(-1, size, *leaf.shape[1:]), layers)
+            state, one = jax.lax.scan(group, state, groups)
             seen.append(jax.tree.map(lambda leaf: leaf.reshape(whole, *leaf.shape[2:]), one))
         for first in range(whole, len(local), size):
-            state, one = group(state, *jax.tree.map(lambda leaf, i=first: leaf[i : i + size], (stacked, flags)))
+            state, one = group(state, jax.tree.map(lambda leaf, i=first: leaf[i : i + size], layers))
             seen.append(one)
         return state, jax.tree.map(lambda *parts: jnp.concatenate(parts), *seen)
 

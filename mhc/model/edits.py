@@ -1,0 +1,76 @@
+"""Interventions in a forward pass: what heads, sublayers and the residual state give is scaled, shifted or patched.
+
+They are data: arrays over blocks that are scanned with the parameters, so that one compiled program serves every
+ablation and every patch of a model. A pass without them has no trace of them.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from mhc.residual.protocol import State
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Bool, Float
+
+# What the sublayers of a block are to the axis of 2 below.
+SUBLAYERS = ("attention", "feed-forward")
+
+
+class Edits(NamedTuple):
+    """Interventions by block; within a block the leading L is gone. None: no intervention of that sort.
+
+    A scale multiplies, a shift is added after it. A patch is True where a token takes what row 0 of the batch has at
+    the same place: row 0 is the donor. Heads are edited after attention and before their output projection, sublayers
+    at F's output, the residual state (all streams) where the block begins.
+    """
+
+    head_scale: Float[Array, "L H"] | None = None
+    head_shift: Float[Array, "L H J"] | None = None
+    head_patch: Bool[Array, "L B T H"] | None = None
+    output_scale: Float[Array, "L 2"] | None = None
+    output_shift: Float[Array, "L 2 D"] | None = None
+    output_patch: Bool[Array, "L 2 B T"] | None = None
+    state_patch: Bool[Array, "L B T"] | None = None
+
+    def of(self, first: int, count: int) -> Edits:
+        """Those of ``count`` blocks from number ``first``."""
+        return jax.tree.map(lambda leaf: leaf[first : first + count], self)
+
+    def state(self, state: State) -> State:
+        """The state at the block's beginning."""
+        where = self.state_patch
+        if where is None:
+            return state
+        return jax.tree.map(lambda leaf: _patched(leaf, where) if leaf.shape[:2] == where.shape else leaf, state)
+
+    def heads(self, y: Float[Array, "B T H J"]) -> Float[Array, "B T H J"]:
+        """The heads' results."""
+        scale = None if self.head_scale is None else self.head_scale[:, None]
+        return _patched(_affine(y, scale, self.head_shift), self.head_patch)
+
+    def output(self, y: Float[Array, "B T D"], sublayer: int) -> Float[Array, "B T D"]:
+        """F's output; ``sublayer``: 0 attention, 1 feed-forward."""
+        scale, shift, where = (
+            None if leaf is None else leaf[sublayer]
+            for leaf in (self.output_scale, self.output_shift, self.output_patch)
+        )
+        return _patched(_affine(y, scale, shift), where)
+
+
+def _affine(y: jax.Array, scale: jax.Array | None, shift: jax.Array | None) -> jax.Array:
+    if scale is None and shift is None:
+        return y
+    wide = y.astype(jnp.promote_types(y.dtype, jnp.float32))
+    wide = wide if scale is None else wide * scale
+    return (wide if shift is None else wide + shift).astype(y.dtype)
+
+
+def _patched(x: jax.Array, where: jax.Array | None) -> jax.Array:
+    """``x`` [B, T, ...], that of row 0 where told; ``where`` has its leading axes."""
+    if where is None:
+        return x
+    return jnp.where(where.reshape(*where.shape, *(1,) * (x.ndim - where.ndim)), x[:1], x)
