@@ -128,12 +128,15 @@ def short_names(names: Sequence[str]) -> list[str]:
 _FREE = ("mesh", "data", "validation")
 
 
-def parse_changes(arguments: Sequence[str], parser: cli.Parser) -> dict[str, Any]:
-    """``--config.GROUP.FIELD=VALUE`` of mesh, data and validation. Raises UserError for anything else."""
+def parse_changes(arguments: Sequence[str], parser: cli.Parser, fields: Sequence[str] = ()) -> dict[str, Any]:
+    """``--config.GROUP.FIELD=VALUE`` of mesh, data and validation, and of other ``fields`` (dotted) that a program can
+    change. Raises UserError for anything else."""
     found = cli.overrides(arguments, parser)
     for name in found:
-        if name.partition(".")[0] not in _FREE:
-            raise UserError(f"--config.{name}: the weights fix it; allowed: --config.{{{','.join(_FREE)}}}.*")
+        if name.partition(".")[0] not in _FREE and name not in fields:
+            groups = f"--config.{{{','.join(_FREE)}}}.*"
+            allowed = ", ".join([groups, *(f"--config.{field}" for field in fields)])
+            raise UserError(f"--config.{name}: the weights fix it; allowed: {allowed}")
     return found
 
 

@@ -1,0 +1,406 @@
+"""Regression: equal models differ by nothing, a changed weight is named with its place, what does not fit is said."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from eval import regression
+from eval.checkpoints import Checkpoint
+from eval.regression import Logits, Outputs, Rows
+from mhc import cli
+from mhc.config import Config, to_json
+from mhc.model.decoder import Params
+from mhc.monitor.writers import read_json
+from mhc.sharding import make_mesh
+from mhc.train.checkpoint import save_weights
+from mhc.train.start import preserving
+from tests.small import initial, random_params, small
+from tests.small_runs import snapshot, write_corpus
+
+V, LAYERS = 258, 3
+
+
+def config_of(kind: str = "plain", **groups: dict[str, Any]) -> Config:
+    model = {"layers": LAYERS, "vocab_size": V, **groups.pop("model", {})}
+    return small(kind, model=model, **groups)
+
+
+def checkpoint(config: Config, params: Params, devices: int = 1) -> Checkpoint:
+    return Checkpoint("a", config, (0,), params, make_mesh(config.mesh, jax.devices()[:devices]))
+
+
+def prompts(config: Config, count: int = len(regression.PROMPTS)) -> Rows:
+    return regression.make_rows(config, regression.PROMPTS[:count], 0, config.data.sequence_length)
+
+
+def write_run(folder: Path, config: Config, params: Params) -> Path:
+    folder.mkdir()
+    (folder / "config.json").write_text(to_json(config))
+    save_weights(folder, params, config)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Run folders by kind, of random weights and a corpus of forty texts."""
+    root = tmp_path_factory.mktemp("runs")
+    corpus = write_corpus(root / "texts")
+
+    def of(kind: str) -> Path:
+        folder = root / kind
+        if not folder.exists():
+            made = config_of(kind, data={"source": corpus, "cache_dir": str(root / "cache"), "holdout": 0.2})
+            write_run(folder, made, random_params(made))
+        return folder
+
+    return of
+
+
+def regress(run: Path, *arguments: object) -> int:
+    return regression.main(["--checkpoint", str(run), *map(str, arguments)])
+
+
+# Equal models ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["plain", pytest.param("mhc", marks=pytest.mark.slow)])
+def test_a_checkpoint_differs_from_its_golden_file_by_nothing(kind, runs, tmp_path, capsys):
+    run, golden, file = runs(kind), tmp_path / "golden.npz", tmp_path / "found.json"
+    before = snapshot(run)
+    assert regress(run, "--save", golden, "--activations") == 0
+    # Bos and six prompts, four rows of the validation set, none longer than T.
+    assert "10 rows, " in capsys.readouterr().out and golden.stat().st_size > 0
+    assert regress(run, "--against", golden, "--json", file, "--tolerance", 0) == 0
+    assert snapshot(run) == before and {path.name for path in tmp_path.iterdir()} == {"golden.npz", "found.json"}
+    found = read_json(file)
+    assert found["within"] and found["first_above"] is None and found["config"] == {} and found["notes"] == []
+    assert found["largest"] == found["mean"]["value"] == found["kl"]["largest"] == found["top1_changed"]["tokens"] == 0
+    assert [one["where"] for one in found["layers"]] == [*regression.points(LAYERS), "logits"]
+    assert all(one["largest"] == 0 and one["scale"] > 0 for one in found["layers"])
+    said = capsys.readouterr().out
+    assert said.endswith("first above 0: nothing\n") and "logits of all 258 tokens" in said
+
+
+def test_what_a_golden_file_holds(runs, tmp_path):
+    """Rows as the pipeline and the tokeniser give them; logits and hidden states of the model's own forward pass."""
+    run, golden = runs("plain"), tmp_path / "golden.npz"
+    assert regress(run, "--save", golden, "--activations", "--rows", 2, "--length", 12) == 0
+    made = regression.read(golden)
+    config = config_of()
+    assert made.rows.tokens.shape == (len(regression.PROMPTS) + 2, 12)
+    first = [256, *regression.PROMPTS[0].encode()][:12]
+    assert made.rows.tokens[0].tolist() == first and made.rows.valid[0].all()
+    assert made.rows.valid[len(regression.PROMPTS) - 1].tolist() == [True] + [False] * 11  # the empty prompt
+    decoder = checkpoint(config, random_params(config)).definition.bind(random_params(config))
+    out = jax.jit(lambda: decoder(*made.rows))()
+    np.testing.assert_allclose(made.logits.values, np.asarray(out)[made.rows.valid], rtol=1e-4, atol=1e-5)
+    np.testing.assert_array_equal(made.logits.best, made.logits.values.argmax(-1))
+    assert made.hidden is not None and made.hidden.shape == (2 * LAYERS + 2, made.rows.valid.sum(), 16)
+    table = np.asarray(random_params(config)["embed"]["table"])
+    np.testing.assert_allclose(made.hidden[0], table[made.rows.tokens[made.rows.valid]], rtol=1e-6)
+
+
+KINDS = ["mhc", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("hc", "mhc_lite", "kromhc", "identity"))]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_topology_that_begins_as_plain_differs_by_rounding_in_every_layer(kind):
+    plain, other = config_of(), config_of(kind, residual=preserving(kind))
+    source = initial(plain)
+    params = initial(other)
+
+    def taken(theirs: Any, ours: Any) -> Any:
+        if not isinstance(ours, dict):
+            return theirs
+        return {name: taken(theirs[name], leaf) if name in theirs else leaf for name, leaf in ours.items()}
+
+    rows = prompts(plain, 2)
+    reference = regression.compute(checkpoint(plain, source), rows)
+    found = regression.compare(regression.compute(checkpoint(other, taken(source, params)), rows), reference, 1e-5)
+    assert found["within"] and found["first_above"] is None and len(found["layers"]) == 2 * LAYERS + 3
+    assert found["config"]["residual.kind"] == ["plain", kind]
+
+
+# Changed ones ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["plain", "mhc"])
+def test_the_first_place_that_differs_is_named(kind):
+    config = config_of(kind)
+    params, rows = random_params(config), prompts(config, 2)
+    reference = regression.compute(checkpoint(config, params), rows)
+    cases = [("embedding", ("embed", "table"), None)]
+    for k in range(LAYERS):
+        cases.append((f"block {k}, attention", ("blocks", "attention", "core", "wo"), k))
+        cases.append((f"block {k}, feed-forward", ("blocks", "mlp", "core", "down"), k))
+        if kind == "mhc":
+            cases.append((f"block {k}, feed-forward", ("blocks", "mlp_residual", "bias"), k))
+    cases += [("head input", ("final_norm", "scale"), None), ("logits", ("head",), None)]
+    for place, path, layer in cases:
+        found = regression.compare(
+            regression.compute(checkpoint(config, changed(params, path, layer)), rows), reference, 1e-6
+        )
+        assert found["first_above"] == place, (place, found["first_above"])
+        assert not found["within"] and found["relative"] > 1e-6
+        before = [one for one in found["layers"][: [one["where"] for one in found["layers"]].index(place)]]
+        assert all(one["largest"] == 0 for one in before)
+        assert f"first above 1e-06: {place}" in regression.text(found)
+
+
+def changed(params: Params, path: Sequence[str], layer: int | None) -> Params:
+    """A copy in which one entry (of that layer) is larger by 0.05."""
+    params = copy.copy(params)
+    at = params
+    for name in path[:-1]:
+        at[name] = copy.copy(at[name])
+        at = at[name]
+    leaf = at[path[-1]]
+    while isinstance(leaf, dict):
+        at[path[-1]] = leaf = copy.copy(leaf)
+        at, path = leaf, [next(iter(leaf))]
+        leaf = at[path[-1]]
+    index = (0,) * leaf.ndim if layer is None else (layer, *(0,) * (leaf.ndim - 1))
+    if path[-1] == "table":  # of a token that the prompts have
+        index = (256, 0)
+    at[path[-1]] = leaf.at[index].add(0.05)
+    return params
+
+
+def test_another_dtype_differs_in_every_layer(runs, tmp_path, capsys):
+    """The reference stays in its own; the tolerance decides the exit code."""
+    run, file = runs("plain"), tmp_path / "found.json"
+    given = ["--against", run, "--dtype", "bfloat16", "--rows", 0, "--json", file]
+    assert regress(run, *given) == 1
+    found = read_json(file)
+    assert found["config"] == {"model.dtype": ["float32", "bfloat16"]}
+    assert found["first_above"] == "embedding" and all(1e-4 < one["relative"] < 0.2 for one in found["layers"])
+    assert found["mean"]["low"] < found["mean"]["value"] < found["mean"]["high"]
+    assert 0 < found["kl"]["value"] < found["kl"]["largest"]
+    said = capsys.readouterr().out
+    line = next(line for line in said.splitlines() if line.startswith("block 0, attention")).split()
+    by_name = {one["where"]: one["relative"] for one in found["layers"]}
+    np.testing.assert_allclose(
+        float(line[-1]), by_name["block 0, attention"] / by_name["embedding"], rtol=1e-2
+    )  # the growth
+    assert regress(run, *given, "--tolerance", 0.5) == 0
+
+
+def test_another_implementation_and_another_mesh_agree(runs, tmp_path):
+    run, golden, file = runs("plain"), tmp_path / "golden.npz", tmp_path / "found.json"
+    assert regress(run, "--save", golden, "--activations", "--rows", 0) == 0
+    given = ["--config.attention.impl=sdpa", "--config.model.scan=False", "--config.mesh.fsdp=8"]
+    assert regress(run, "--against", golden, "--json", file, *given) == 0
+    found = read_json(file)
+    assert set(found["config"]) == {"attention.impl", "model.scan"} and 0 < found["relative"] < 1e-5
+    one = regression.compute(checkpoint(config_of(), random_params(config_of())), regression.read(golden).rows)
+    assert regression.compare(one, regression.read(golden), 1e-5)["within"]
+
+
+# The measures ---------------------------------------------------------------------------------------------------------
+
+
+def outputs(values: np.ndarray, config: Config | None = None, **about: Any) -> Outputs:
+    """Outputs of one row of as many tokens as ``values`` has rows, without hidden states."""
+    tokens = len(values)
+    rows = Rows(*(np.ones((1, tokens), np.int32) for _ in range(3)))
+    made = config or config_of()
+    told = {
+        "checkpoint": "a",
+        "config": dataclasses.asdict(made),
+        "vocabulary": values.shape[-1],
+        "points": regression.points(made.model.layers),
+        "device": "cpu",
+        "versions": {},
+    }
+    shifted = values.astype(np.float64)
+    log_z = np.log(np.exp(shifted - shifted.max(-1, keepdims=True)).sum(-1)) + shifted.max(-1)
+    logits = Logits(values, None, log_z.astype(np.float32), values.argmax(-1).astype(np.int32))
+    return Outputs({**told, **about}, rows, logits, None)
+
+
+def draw(seed: int, scale: float = 3.0, tokens: int = 50, vocabulary: int = 40) -> np.ndarray:
+    return (scale * np.random.default_rng(seed).standard_normal((tokens, vocabulary))).astype(np.float32)
+
+
+def top(one: Outputs, ids: np.ndarray) -> Outputs:
+    kept = one.logits._replace(values=np.take_along_axis(one.logits.values, ids, -1), ids=ids.astype(np.int32))
+    return one._replace(logits=kept)
+
+
+def test_the_divergence():
+    """Against its definition; of some logits a lower bound, which is exact when all are kept."""
+    one, other = draw(0), draw(1)
+    p, q = (np.exp(a.astype(np.float64)) / np.exp(a.astype(np.float64)).sum(-1, keepdims=True) for a in (other, one))
+    exact = (p * np.log(p / q)).sum(-1)
+    a, b = outputs(one), outputs(other)
+    np.testing.assert_allclose(regression.divergence(a.logits, b.logits), exact, rtol=1e-10)
+    order = np.argsort(-other, axis=-1)
+    below = None
+    for k in (1, 5, 20, 40):
+        found = regression.divergence(top(a, order[:, :k]).logits, top(b, order[:, :k]).logits)
+        assert (found <= exact + 1e-4).all() and (below is None or (found >= below - 1e-4).all())
+        below = found
+    np.testing.assert_allclose(below, exact, atol=1e-4)
+    # Adding a constant to all logits of a token changes its logits, not what it predicts.
+    shifted = regression.compare(outputs(other + np.float32(2)), b, 1e-5)
+    np.testing.assert_allclose(shifted["largest"], 2, rtol=1e-5)
+    assert shifted["kl"]["largest"] < 1e-9 and shifted["top1_changed"]["tokens"] == 0 and not shifted["within"]
+
+
+def test_what_is_counted():
+    one = draw(0)
+    other = one.copy()
+    best = one.argmax(-1)
+    for token in (3, 7):  # two tokens predict another
+        other[token, best[token]] -= 50
+    found = regression.compare(outputs(other), outputs(one), 1e-5)
+    assert found["top1_changed"]["tokens"] == 2 and found["top1_changed"]["value"] == 2 / 50
+    assert found["top1_changed"]["low"] is None  # one row has no interval
+    assert found["largest"] == 50 and found["largest_at"] == {"row": 0, "place": 3}
+    np.testing.assert_allclose(found["relative"], 50 / np.abs(one).max(), rtol=1e-6)
+    np.testing.assert_allclose(found["mean"]["value"], 100 / one.size, rtol=1e-6)
+    other[11, 0] = np.nan
+    found = regression.compare(outputs(other), outputs(one), 1e9)
+    assert not found["within"] and found["first_above"] == "logits" and found["largest_at"]["place"] == 11
+
+
+def test_top_k_keeps_the_most_probable():
+    config = config_of()
+    params, rows = random_params(config), prompts(config, 2)
+    whole = regression.compute(checkpoint(config, params), rows, activations=False)
+    kept = regression.compute(checkpoint(config, params), rows, activations=False, top_k=7)
+    assert kept.logits.ids is not None and kept.logits.values.shape[-1] == 7 and kept.hidden is None
+    np.testing.assert_array_equal(kept.logits.ids, np.argsort(-whole.logits.values, -1, kind="stable")[:, :7])
+    np.testing.assert_array_equal(kept.logits.values, -np.sort(-whole.logits.values, -1)[:, :7])
+    params = changed(params, ("head",), None)
+    again = regression.compute(checkpoint(config, params), rows, activations=False, ids=kept.logits.ids)
+    np.testing.assert_array_equal(again.logits.ids, kept.logits.ids)
+    found = regression.compare(again, kept, 1e-5)
+    assert found["logits_a_token"] == 7 and "nothing by layer" in found["notes"][0]
+    assert "the reference's 7 most probable of 258 tokens" in regression.text(found)
+
+
+def test_means_have_intervals_over_rows():
+    """Tokens of a row are no samples of their own: equal rows leave no doubt, whatever their tokens do."""
+    row = np.repeat([0, 2, 5], 4)
+    same = regression.mean_by_row(np.tile([0.0, 1.0, 2.0, 5.0], 3), row)
+    assert same == {"value": 2.0, "low": 2.0, "high": 2.0}
+    apart = regression.mean_by_row(row.astype(float), row)
+    assert apart["low"] == 0.0 and apart["high"] == 5.0
+    np.testing.assert_allclose(apart["value"], 7 / 3)
+
+
+# What cannot be compared ----------------------------------------------------------------------------------------------
+
+
+def test_models_of_other_depth_or_width_are_compared_as_far_as_they_go():
+    rows = prompts(config_of(), 1)
+
+    def made(**model: int) -> Outputs:
+        config = config_of(model=model)
+        size, depth = config.model.width, config.model.layers
+        hidden = np.zeros((2 * depth + 2, rows.valid.sum(), size), np.float32)
+        return outputs(draw(0, tokens=int(rows.valid.sum())), config)._replace(hidden=hidden)
+
+    found = regression.compare(made(layers=2), made(), 1e-5)
+    assert [one["where"] for one in found["layers"]] == [*regression.points(2), "logits"]
+    assert found["notes"] == ["2 and 3 blocks: those after the first 2 have no counterpart"]
+    assert found["config"] == {"model.layers": [3, 2]}
+    found = regression.compare(made(width=32), made(), 1e-5)
+    assert [one["where"] for one in found["layers"]] == ["logits"] and "widths 32 and 16" in found["notes"][0]
+    summed = outputs(draw(0), config_of("hc"))._replace(hidden=np.zeros((8, 50, 16), np.float32))
+    plain = outputs(draw(0))._replace(hidden=np.zeros((8, 50, 16), np.float32))
+    assert "one sums its streams" in regression.compare(summed, plain, 1e-5)["notes"][0]
+
+
+@pytest.fixture(scope="module")
+def golden(runs, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("golden") / "golden.npz"
+    assert regress(runs("plain"), "--save", file, "--rows", 0) == 0
+    return file
+
+
+def refusal(arguments: Sequence[object], capsys: Any) -> str:
+    with pytest.raises(SystemExit) as left:
+        cli.run_main(regression.main, [str(argument) for argument in arguments])
+    said = capsys.readouterr()
+    assert left.value.code == 2 and said.out == ""
+    (line,) = said.err.splitlines()
+    return line
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ([], "--save FILE or --against FILE|RUN: one of the two is needed"),
+        (["--save", "a.npz", "--against", "b"], "one of the two is needed"),
+        (["--save", "/nowhere/a.npz"], "--save: cannot write /nowhere/a.npz"),
+        (["--save", "a.npz", "--json", "a.json"], "--json: only with --against"),
+        (["--save", "a.npz", "--length", "17"], "--length: given 17, allowed: 1 to data.sequence_length=16"),
+        (["--save", "a.npz", "--top_k", "-1"], "--top_k: given -1, allowed: 0 or more"),
+        (["--save", "a.npz", "--prompts", "/nowhere"], "--prompts: cannot read /nowhere"),
+        (["--against", "nowhere"], "nowhere: not a run folder (it has no config.json)"),
+        (["--against", "nowhere", "--tolerance", "-1"], "--tolerance: given -1"),
+        (["--against", "nowhere", "--activations"], "--activations: only with --save"),
+        (["--against", "GOLDEN", "--rows", "3"], "--rows: the golden file has settled it"),
+        (
+            ["--against", "GOLDEN", "--config.norm.eps=1"],
+            "--config.norm.eps: the weights fix it; allowed: --config.{mesh",
+        ),
+        (["--against", "GOLDEN", "--dtype", "float16"], "invalid choice: 'float16'"),
+        (["--against", "GOLDEN", "--step", "9"], "no checkpoint of step 9"),
+    ],
+)
+def test_a_mistake_is_one_line(given, message, runs, golden, capsys):
+    given = [golden if argument == "GOLDEN" else argument for argument in given]
+    assert message in refusal(["--checkpoint", runs("plain"), *given], capsys)
+
+
+def test_a_golden_file_that_does_not_fit(runs, golden, tmp_path, capsys):
+    """Of another vocabulary or tokeniser, of longer rows than there are positions, damaged, or something else."""
+    run = runs("plain")
+    whole = golden.read_bytes()
+    bad = tmp_path / "bad.npz"
+    for content in (b"", b"no zip", whole[: len(whole) // 2], whole[:-30], whole[:5000] + b"x" + whole[5001:]):
+        bad.write_bytes(content)
+        assert f"--against {bad}: no golden file, or not whole" in refusal(
+            ["--checkpoint", run, "--against", bad], capsys
+        )
+    np.savez(bad, a=np.zeros(3))
+    assert "no golden file, or not whole" in refusal(["--checkpoint", run, "--against", bad], capsys)
+
+    made = regression.read(golden)
+
+    def refused(**about: Any) -> str:
+        regression.save(bad, made._replace(about=made.about | about))
+        return refusal(["--checkpoint", run, "--against", bad], capsys)
+
+    assert "of format 2, allowed: 1; save it again" in refused(format=2)
+    assert "a vocabulary of 99, --checkpoint has one of 258: their logits are of other tokens" in refused(vocabulary=99)
+    assert "tokeniser 0123abcd, --checkpoint has bytes-258 (bytes); allowed: the same" in refused(tokenizer="0123abcd")
+    learned = config_of(positions={"kind": "learned"}, data={"sequence_length": 8})
+    other = write_run(tmp_path / "learned", learned, random_params(learned))
+    line = refusal(["--checkpoint", other, "--against", golden], capsys)
+    assert "rows of 16 tokens, --checkpoint has learned positions for 8" in line
+
+
+def test_a_file_is_written_whole_or_not_at_all(golden, tmp_path, monkeypatch):
+    file = tmp_path / "golden.npz"
+    made = regression.read(golden)
+
+    def fails(stream: Any, **arrays: Any) -> None:
+        stream.write(b"half")
+        raise OSError("no space left")
+
+    monkeypatch.setattr(np, "savez", fails)
+    with pytest.raises(OSError, match="no space left"):
+        regression.save(file, made)
+    assert list(tmp_path.iterdir()) == []
