@@ -249,7 +249,7 @@ def save(file: Path, made: Outputs) -> None:
 def read(file: Path) -> Outputs:
     """A golden file. Raises UserError where it is none, is damaged, or is of another format."""
     try:
-        with np.load(file, allow_pickle=False) as opened:
+        with file.open("rb") as stream, np.load(stream, allow_pickle=False) as opened:
             arrays = {name: opened[name] for name in opened.files}
         about = json.loads(arrays["about"].tobytes())
         rows = Rows(*(arrays[name] for name in Rows._fields))
