@@ -283,6 +283,27 @@ delete_command() {
     fi
 }
 
+# refused CODE TEXT: whether what gcloud said on stderr as it failed would be said again however often it were asked. No
+# capacity, a quota that others use up, and errors of the service or the network are not of this kind.
+refused() {
+    local code=$1 text=$2
+    case $text in
+    *"imit: 0 in "* | *"imit: 0.0 in "* | *"imit: 0 globally"* | *"imit: 0.0 globally"*) return 0 ;; # a quota of zero
+    *[Qq]uota* | *QUOTA* | *[Rr]ate[Ll]imit* | *RATE_LIMIT* | *capacity*) return 1 ;;
+    esac
+    [ "$code" != 2 ] || return 0 # arguments that gcloud does not take
+    case $text in
+    *tpu-vm.delete* | *queued-resources.delete*) ;; # nothing to delete: the next list says so
+    *NOT_FOUND*) return 0 ;;
+    esac
+    case $text in
+    *PERMISSION_DENIED* | *UNAUTHENTICATED* | *INVALID_ARGUMENT* | *"does not have permission"*) return 0 ;;
+    *"Invalid value for"* | *"not a valid project"* | *"gcloud auth login"*) return 0 ;;
+    *'"code": 3'[!0-9]* | *'"code": 5'[!0-9]* | *'"code": 7'[!0-9]* | *'"code": 16'[!0-9]*) return 0 ;; # of an operation
+    esac
+    return 1
+}
+
 # Lines "NAME<tab>STATE" of all slices there: what is missing is then no error, but every error is one.
 list_command() {
     if [ -n "$QUEUED" ]; then
@@ -341,6 +362,23 @@ check_workdir() {
         ;;
     esac
     mistake "--workdir: given '$OPT_workdir', allowed: gs://BUCKET/PATH, or an absolute path that all workers share"
+}
+
+# The commit's config and the overrides, as train.py reads them there, before anything is created: with a Python that has
+# the project's packages, where there is one.
+check_overrides() {
+    local python folder said code=0
+    local read="import sys; from mhc import cli; cli.run_main(lambda a: cli.load_config(a[0], a[1:], cli.Parser()) and 0)"
+    for python in "$ROOT/.venv/bin/python" python3 python; do
+        "$python" -c "import ml_collections" >/dev/null 2>&1 || continue
+        folder=$(mktemp -d)
+        said=$(git -C "$ROOT" archive --format=tar "$COMMIT" | tar -x -C "$folder" && cd "$folder" &&
+            "$python" -c "$read" "$OPT_config" ${OVERRIDES[@]+"${OVERRIDES[@]}"} 2>&1 >/dev/null) || code=$?
+        rm -rf "$folder"
+        [ "$code" = 0 ] || mistake "${said#error: }"
+        return 0
+    done
+    [ -n "$OPT_dry_run" ] || printf 'note: no Python here has the project: --config.* are checked on the workers alone\n' >&2
 }
 
 training() { # sets TRAIN, the command that trains

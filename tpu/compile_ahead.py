@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import json
 import math
 from collections.abc import Iterator, Sequence
@@ -105,8 +106,8 @@ def report(config: Config, slice_: Slice, *, plan_only: bool = False) -> dict[st
     device and one step; FLOPs and bytes accessed as XLA counts them, which is once for the body of a loop. Where it
     does not fit, what XLA does not say then is None; so are code, FLOPs and bytes accessed of a plan.
     """
-    mesh = _whole_mesh(config.mesh, slice_)
-    config = dataclasses.replace(config, mesh=mesh)
+    config = placed(config, config.mesh, slice_)
+    mesh = config.mesh
     found = xla_process.compile_step(config, slice_, plan_only=plan_only)
     sizes, memory = held(config), found.memory
     peak = found.used if memory is None else memory.peak + (found.code or 0)
@@ -138,8 +139,11 @@ def report(config: Config, slice_: Slice, *, plan_only: bool = False) -> dict[st
     }
 
 
-def _whole_mesh(mesh: MeshConfig, slice_: Slice) -> MeshConfig:
-    """The mesh with its open axis filled in. Raises UserError where it does not multiply to the slice's chips."""
+def placed(config: Config, mesh: MeshConfig, slice_: Slice) -> Config:
+    """The config on a slice: with this mesh, its open axis filled in.
+
+    Raises UserError where it does not multiply to the slice's chips, or does not share the rows evenly.
+    """
     sizes = dataclasses.asdict(mesh)
     fixed = math.prod(sizes[axis] for axis in _AXES if sizes[axis] != -1)
     if slice_.chips % fixed or (fixed != slice_.chips and all(sizes[axis] != -1 for axis in _AXES)):
@@ -149,7 +153,16 @@ def _whole_mesh(mesh: MeshConfig, slice_: Slice) -> MeshConfig:
             f" e.g. --config.mesh.data=1 --config.mesh.fsdp={slice_.chips}"
         )
     filled = {axis: slice_.chips // fixed if sizes[axis] == -1 else sizes[axis] for axis in _AXES}
-    return dataclasses.replace(mesh, **filled)
+    rows, shards = config.train.batch_size // config.train.accumulation, slice_.chips // filled["tensor"]
+    if rows % shards:
+        listed = CHIPS[slice_.chip].slices
+        others = "" if slice_.shape in listed else f"; listed slices of {slice_.chip}: {', '.join(listed)}"
+        raise UserError(
+            f"--topology {slice_}: the rows of a micro-batch, train.batch_size / train.accumulation = {rows}, are split"
+            f" over mesh data {filled['data']} x fsdp {filled['fsdp']} x expert {filled['expert']} = {shards}, allowed:"
+            f" a divisor of {rows}{others}"
+        )
+    return dataclasses.replace(config, mesh=dataclasses.replace(mesh, **filled))
 
 
 _AXES = ("data", "fsdp", "tensor", "expert")
@@ -172,16 +185,16 @@ def candidates(config: Config, slice_: Slice) -> Iterator[Config]:
     that a device is guessed to have room for, and then with one row.
     """
     for mesh in meshes(config, slice_.chips):
-        placed = dataclasses.replace(config, mesh=mesh)
+        there = dataclasses.replace(config, mesh=mesh)
         counts = [config.train.accumulation]
         if counts == [1]:
-            most = _rows(placed)  # of a device, were all done at once
-            room = GUESSED_SHARE * slice_.hbm - _standing(placed)
-            workspace = (WORKSPACE / config.streams + WORKSPACE_OF_STREAM) * _row_numbers(placed)
-            guess = max(1, int(room / (_row_bytes(placed) + workspace)))
+            most = _rows(there)  # of a device, were all done at once
+            room = GUESSED_SHARE * slice_.hbm - _standing(there)
+            workspace = (WORKSPACE / config.streams + WORKSPACE_OF_STREAM) * _row_numbers(there)
+            guess = max(1, int(room / (_row_bytes(there) + workspace)))
             counts = sorted({most // max(d for d in _divisors(most) if d <= guess), most})
         for count in counts:
-            tried = _accumulating(placed, count)
+            tried = _accumulating(there, count)
             if held(tried).bound <= slice_.hbm:
                 yield tried
 
@@ -229,6 +242,19 @@ def print_report(found: dict[str, Any]) -> None:
     print(f"  {verb} in {spent}", flush=True)
 
 
+def _split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """(other arguments, those that are ``--config.mesh.FIELD=VALUE`` or with a space for ``=``)."""
+    others: list[str] = []
+    of_mesh: list[str] = []
+    rest = iter(arguments)
+    for argument in rest:
+        part = of_mesh if argument.lstrip("-").startswith("config.mesh.") else others
+        part.append(argument)
+        if "=" not in argument:
+            part.extend(itertools.islice(rest, 1))
+    return others, of_mesh
+
+
 def main(arguments: Sequence[str]) -> int:
     """Reads the command line, compiles, reports. Raises UserError for a user's mistake."""
     parser = cli.Parser(prog="tpu.compile_ahead", description="Compile a training step for a TPU slice, without one.")
@@ -253,7 +279,12 @@ def main(arguments: Sequence[str]) -> int:
     slice_ = parse_slice(options.topology) if options.topology else None
     if options.json:
         cli.check_file(options.json, "--json")
+    # A mesh is judged by its slice, not by the config that it would make elsewhere.
+    overrides, of_mesh = _split(overrides)
     config = cli.load_config(options.config, overrides, parser)
+    sizes = {name.removeprefix("mesh."): value for name, value in cli.overrides(of_mesh, parser).items()}
+    if slice_ is None and sizes:
+        raise UserError(f"{of_mesh[0]}: --smallest chooses the mesh, allowed: with --topology")
     if config.model.vocab_size is None:
         from mhc.data import tokenizers
 
@@ -266,6 +297,7 @@ def main(arguments: Sequence[str]) -> int:
         fits = bool(tried) and tried[-1]["fits"]
         print(f"smallest that fits: {tried[-1]['topology']}" if fits else f"no listed slice of {options.smallest} fits")
     else:
+        config = placed(config, dataclasses.replace(config.mesh, **sizes), slice_)
         found = report(config, slice_, plan_only=options.plan)
         print_report(found)
         fits = found["fits"]

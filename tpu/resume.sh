@@ -16,6 +16,7 @@ number 0 backoff poll max_restarts
 create_command
 check_config
 check_workdir
+check_overrides
 training
 
 if [ -n "$OPT_dry_run" ]; then
@@ -29,6 +30,9 @@ if [ -n "$OPT_dry_run" ]; then
     run sleep "$OPT_poll"
     exit 0
 fi
+
+SAID=$(mktemp)
+trap 'rm -f "$SAID"' EXIT
 
 note() { say "$(date -u +%Y-%m-%dT%H:%M:%SZ) $OPT_name: $*"; }
 
@@ -60,11 +64,29 @@ finish() { # CODE MESSAGE: the end of the loop
 # on: a list that answers is not enough, since creating or reaching the slice may fail for ever.
 attempt() {
     if "$@" </dev/null; then return 0; fi
+    failed "$@"
+}
+
+failed() { # COMMAND
     failures=$((failures + 1))
     note "failed ($failures in a row): $(quote "$@")" >&2
     [ "$failures" -lt "$OPT_max_failures" ] || die "given up after $failures failures in a row; look at the slice with watch.sh"
     sleep "$OPT_poll"
     return 1
+}
+
+# As attempt, of gcloud's answers: what is refused for good would be refused for an hour.
+ask() {
+    local said code=0
+    "$@" </dev/null 2>"$SAID" || code=$?
+    said=$(<"$SAID")
+    [ -z "$said" ] || printf '%s\n' "$said" >&2
+    [ "$code" != 0 ] || return 0
+    if [ "$1" = capture ]; then shift; fi
+    if refused "$code" "$said"; then
+        mistake "gcloud refuses for good, not tried again: $(quote "$@")${there:+; the slice is left as it is, and costs}"
+    fi
+    failed "$@"
 }
 
 again() { # MESSAGE: counts what is to be started again
@@ -109,13 +131,13 @@ count_workers() { # sets how many there are, by what they say
 
 while :; do
     list_command
-    attempt capture "${CMD[@]}" || continue
+    ask capture "${CMD[@]}" || continue
     state_in_list
     case $STATE in
     '')
         [ -z "$there" ] || die "the slice was deleted by somebody else; call again to create it"
         create_command
-        attempt "${CMD[@]}" || continue
+        ask "${CMD[@]}" || continue
         note "slice created, or asked for"
         there=yes failures=0
         continue
@@ -125,7 +147,7 @@ while :; do
         [ -n "$gone" ] || again "slice is $STATE: it is created anew"
         gone=yes
         delete_command
-        attempt "${CMD[@]}" || continue
+        ask "${CMD[@]}" || continue
         # A request that failed may well fail at once again.
         if [ "$STATE" = FAILED ]; then sleep "$OPT_poll"; fi
         there='' gone=''
@@ -169,7 +191,7 @@ while :; do
         # Hosts whose peers are preempted crash too, and the slice's state may come later.
         sleep "$OPT_poll"
         list_command
-        attempt capture "${CMD[@]}" || continue
+        ask capture "${CMD[@]}" || continue
         state_in_list
         case $STATE in
         READY | ACTIVE) finish 1 "crashed $OPT_tries times, see the log: not started again" ;;

@@ -157,6 +157,19 @@ def test_a_process_is_waited_for_until_there_is_enough():
             ["--topology", "v5e:2x2", "--config.mesh.fsdp=8"],
             "config.mesh: data -1 x fsdp 8 x tensor 1 x expert 1 does not fit v5e:2x2; their product must be 4",
         ),
+        (
+            ["--topology", "v5e:2x2", "--config.mesh.fsdp", "3"],
+            "config.mesh: data -1 x fsdp 3 x tensor 1 x expert 1 does not fit v5e:2x2; their product must be 4",
+        ),
+        (
+            ["--topology", "v5e:2x3", "--config.mesh.fsdp=3"],
+            "--topology v5e:2x3: the rows of a micro-batch, train.batch_size / train.accumulation = 8, are split over "
+            "mesh data 2 x fsdp 3 x expert 1 = 6, allowed: a divisor of 8; listed slices of v5e: 2x2, 2x4, 4x4, 4x8, ",
+        ),
+        (
+            ["--smallest=v5e", "--config.mesh.fsdp=4"],
+            "--config.mesh.fsdp=4: --smallest chooses the mesh, allowed: with",
+        ),
     ],
     ids=str,
 )

@@ -32,7 +32,8 @@ yaml = pytest.importorskip("yaml")  # comes with flax
 TPU = Path(__file__).parents[2] / "tpu"
 SCRIPTS = sorted(path.name for path in TPU.glob("*.sh") if path.name not in ("common.sh", "worker.sh"))
 TOOLS = """
-    basename bash cat cksum date dirname env flock git grep gzip mkdir mv nohup rm sed setsid sleep sort tail tar true
+    basename bash cat cksum date dirname env flock git grep gzip mkdir mktemp mv nohup rm sed setsid sleep sort tail tar
+    true
 """
 
 # Records its arguments, a line a call, and answers from files of answers, one line a call; the last line stays.
@@ -45,11 +46,16 @@ answer() {
     printf '%s\n' "${lines[0]}"
     [ "${#lines[@]}" = 1 ] || printf '%s\n' "${lines[@]:1}" >"$STUB/$1"
 }
+refuse() { # "CODE MESSAGE": fails as gcloud does
+    [ "$1" = "${1%% *}" ] || printf 'ERROR: (gcloud.%s.%s) %s\n' "$group" "$verb" "${1#* }" >&2
+    exit "${1%% *}"
+}
+group=${2:-}.${3:-}.${4:-} verb=${5:-}
 case "$*" in
 *" list "*)
     state=$(answer states)
     case $state in
-    ERROR) exit 1 ;;
+    ERROR*) refuse "1${state#ERROR}" ;;
     ABSENT) ;;
     *) printf 'run-10\tREADY\nrun\t%s\nother\tREADY\n' "$state" ;;
     esac
@@ -67,8 +73,8 @@ case "$*" in
     printf 'mhc-worker: %s\n' "${said//;/$'\n'mhc-worker: }"
     ;;
 *summary.json*) printf '{\n  "steps": 3,\n  "exit_reason": "%s"\n}\n' "$(answer summaries)" ;;
-*" create "*) exit "$(answer creates)" ;;
-*" delete "*) exit "$(answer deletes)" ;;
+*" create "*) refuse "$(answer creates)" ;;
+*" delete "*) refuse "$(answer deletes)" ;;
 esac
 """
 
@@ -121,7 +127,9 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     for path in TPU.glob("*.sh"):
         shutil.copy(path, folder / "tpu")
     (folder / "configs").mkdir()
-    (folder / "configs" / "a.py").write_text("")
+    (folder / "configs" / "a.py").write_text(
+        "from ml_collections import ConfigDict\n\n\ndef get_config():\n    return ConfigDict()\n"
+    )
     git = ["git", "-C", str(folder), "-c", "user.name=n", "-c", "user.email=e@example.org"]
     environment = {"PATH": os.environ["PATH"], "HOME": str(folder), "GIT_CONFIG_NOSYSTEM": "1"}
     for words in (["init", "--quiet"], ["add", "."], ["commit", "--quiet", "--message=m"]):
@@ -636,6 +644,68 @@ def test_no_capacity_for_a_while_is_waited_for(world: World) -> None:
     )
     assert world.run("resume.sh", *LOOP).returncode == 0
     assert world.calls("create") == ["create"] * 3
+
+
+REFUSED = (
+    "1 PERMISSION_DENIED: Permission 'tpu.nodes.create' denied on resource '//tpu.googleapis.com/projects/p'",
+    "1 User [a@example.org] does not have permission to access projects instance [p] (or it may not exist)",
+    "1 NOT_FOUND: Location us-east5-q is not found",
+    "1 INVALID_ARGUMENT: Cloud TPU received a bad request. Accelerator type v5p-31 is not available in zone us-east5-a",
+    "1 Quota limit 'TPUV5PPreemptiblePerProjectPerZone' has been exceeded. Limit: 0 in zone us-east5-a.",
+    '1 { "code": 3, "message": "The runtime version does not exist" }',
+    "2 argument --zone: expected one argument",
+)
+
+
+@pytest.mark.parametrize("said", REFUSED)
+def test_what_gcloud_refuses_for_good_is_not_asked_again(said: str, world: World) -> None:
+    world.answers(states="ABSENT", creates=said)
+    done = world.run("resume.sh", *LOOP)
+    assert done.returncode == 2 and world.calls("create", "list") == ["list", "create"]
+    told, line = done.stderr.splitlines()[-2:]
+    assert said[2:] in told and line.startswith("error: gcloud refuses for good, not tried again: gcloud compute tpus")
+    assert list(Path(world.environment["TMPDIR"]).iterdir()) == []
+
+
+@pytest.mark.parametrize("said", ["ERROR UNAUTHENTICATED: Request had invalid authentication credentials", "ERROR"])
+def test_a_list_that_is_refused_for_good_ends_the_loop(said: str, world: World) -> None:
+    world.answers(states=f"{said}|READY", workers="empty|ended KEY 0", summaries="finished")
+    done = world.run("resume.sh", *LOOP)
+    again = said == "ERROR"  # no answer at all: the network, perhaps
+    assert done.returncode == (0 if again else 2)
+    assert world.calls("list")[:2] == ["list"] * (2 if again else 1)
+
+
+LATER = (
+    '1 { "code": 8, "message": "There is no more capacity in the zone \\"us-east5-a\\"" }',
+    "1 RESOURCE_EXHAUSTED: Quota limit 'TPUV5PPerProjectPerZone' has been exceeded. Limit: 32 in zone us-east5-a.",
+    "1 INTERNAL: an internal error has occurred",
+    "1 ALREADY_EXISTS: node run already exists",
+    "1 There was a problem reaching the service: connection reset by peer",
+)
+
+
+@pytest.mark.parametrize("said", LATER)
+def test_what_may_be_granted_later_is_asked_again(said: str, world: World) -> None:
+    world.answers(states="ABSENT|ABSENT|READY", creates=f"{said}|0", workers="empty|ended KEY 0", summaries="finished")
+    assert world.run("resume.sh", *LOOP).returncode == 0
+    assert world.calls("create") == ["create"] * 2
+
+
+def test_overrides_are_checked_before_a_slice_is_created(world: World) -> None:
+    """As the commit's train.py reads them: names, and what does not go together."""
+    tool = Path(world.environment["PATH"]) / "python3"
+    tool.write_text(f'#!/usr/bin/env bash\nexec "{sys.executable}" "$@"\n')
+    tool.chmod(0o755)
+    for override, message in (
+        ("--config.residual.knd=mhc", "residual.knd: unknown field (did you mean residual.kind?)"),
+        ("--config.mesh.fsdp=3", "train.batch_size: given 32, allowed: a multiple of 3"),
+    ):
+        done = world.run("resume.sh", *LOOP, override)
+        assert done.returncode == 2 and done.stderr.startswith(f"error: {message}"), done.stderr
+        assert done.stderr.count("\n") == 1 and not world.calls("gcloud")
+    assert world.dry("resume.sh", *LOOP)
+    assert list(Path(world.environment["TMPDIR"]).iterdir()) == []
 
 
 @pytest.mark.parametrize(("said", "code"), [("ended KEY 0", 0), ("ended KEY 3", 3)])
