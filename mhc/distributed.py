@@ -14,6 +14,7 @@ import os
 import signal
 import socket
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from types import FrameType
@@ -35,7 +36,7 @@ _SIGNS_OF_LOSS = ("gloo", "nccl", "connection", "unavailable", "deadline_exceede
 def initialize(config: DistributedConfig) -> None:
     """Join the run's other processes. Before jax's first use of a device; with ``cluster=none`` nothing happens.
 
-    Where they do not find each other within ``start_timeout``, jax.distributed ends the process with its own message.
+    Where they do not find each other within ``start_timeout``, a line says so, and the process ends with code ``LOST``.
 
     Raises:
       UserError: the environment names no cluster.
@@ -62,12 +63,14 @@ def initialize(config: DistributedConfig) -> None:
     # What jax says of a cluster that is not there is said below, in one line.
     logging.getLogger("jax._src.clusters.cluster").setLevel(logging.CRITICAL)
     try:
-        jax.distributed.initialize(
-            **given,
-            initialization_timeout=config.start_timeout,
-            heartbeat_timeout_seconds=config.timeout,
-            shutdown_timeout_seconds=config.timeout,
-        )
+        with _giving_up(config):
+            jax.distributed.initialize(
+                **given,
+                # Longer than ours: at the end of its own, jax aborts the process with a stack trace.
+                initialization_timeout=config.start_timeout + 60,
+                heartbeat_timeout_seconds=config.timeout,
+                shutdown_timeout_seconds=config.timeout,
+            )
     except RuntimeError as error:
         if "Failed to start RPC server" not in str(error):
             raise
@@ -80,6 +83,28 @@ def initialize(config: DistributedConfig) -> None:
             f"distributed.cluster: given {config.cluster!r}, but the environment does not describe such a cluster "
             f"({missing}); allowed: none, or address with coordinator, processes and process_id"
         ) from None
+
+
+@contextlib.contextmanager
+def _giving_up(config: DistributedConfig) -> Iterator[None]:
+    """Ends this process with a line and code ``LOST`` where what is inside takes longer than ``start_timeout``."""
+
+    def leave() -> None:
+        at = f" at {config.coordinator}" if config.coordinator else ""
+        sys.stderr.write(
+            f"error: distributed.start_timeout: not all processes have joined{at} after {config.start_timeout} s; do "
+            "all of them run, each with its own process_id, and do they reach process 0?\n"
+        )
+        sys.stderr.flush()
+        os._exit(LOST)  # an exception in another thread would not end the wait
+
+    timer = threading.Timer(config.start_timeout, leave)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def _await_host(host: str, seconds: float) -> None:

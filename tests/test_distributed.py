@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -53,6 +56,32 @@ def test_a_host_without_an_address_is_waited_for_and_then_given_up(capsys, monke
     assert "trying for at most 3 s" in waiting and error.startswith(
         "error: distributed.coordinator: host later.invalid"
     )
+
+
+@pytest.mark.parametrize("process", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_processes_that_do_not_come_are_given_up_with_a_line_of_ours(process: int):
+    """Also where it is process 0 that does not; jax's own way is a stack trace and SIGABRT."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    given = f"cluster='address', coordinator='127.0.0.1:{port}', processes=2, process_id={process}, start_timeout=1"
+    code = f"from mhc import config, distributed; distributed.initialize(config.DistributedConfig({given}))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == distributed.LOST
+    joining, line = done.stderr.splitlines()
+    assert joining.startswith(f"process {process} of 2: joining")
+    assert line.startswith(
+        f"error: distributed.start_timeout: not all processes have joined at 127.0.0.1:{port} after 1"
+    )
+
+
+def test_how_processes_find_each_other_is_no_change_of_a_run(tmp_path):
+    """Neither noted on a resume nor kept in its event, unlike a change that may matter."""
+    made = config("text:/nowhere/*.txt")
+    (tmp_path / "config.json").write_text(to_json(made))
+    found = {"cluster": "address", "coordinator": "a:80", "processes": 2, "process_id": 1}
+    ours: Any = SimpleNamespace(place=tmp_path, config=with_fields(made, distributed=found, mesh={"fsdp": 2}))
+    assert Run._check_stored(ours) == {"mesh.fsdp": (1, 2)}
 
 
 @pytest.mark.parametrize(

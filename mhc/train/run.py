@@ -153,8 +153,10 @@ class Run:
         self.left_out: dict[int, int] = {}  # batches left out after a rewind to a step
 
     def _check_stored(self) -> dict[str, tuple[Any, Any]]:
+        """What of the stored config is another now, but how the processes find each other, which says nothing."""
         stored = remote.read(self.place / "config.json")
-        return {} if stored is None else configs.check_resume(configs.from_json(stored.decode()), self.config)
+        changes = {} if stored is None else configs.check_resume(configs.from_json(stored.decode()), self.config)
+        return {name: pair for name, pair in changes.items() if not name.startswith("distributed.")}
 
     # ------------------------------------------------------------------------------------------------------------ run
 
