@@ -134,8 +134,8 @@ def _draw_profile(one: Profile, name: str, folder: Path) -> Path:
             sheet.note(0, label, what, x, bound)
     sheet.log(0)
     for head in range(heads):
-        sheet.points(1, f"head {head}", depth, one.logit_max[:, head].astype(np.float64), attention, size=3)
-    sheet.line(1, name, depth, one.logit_max.max(axis=1).astype(np.float64), attention)
+        sheet.points(1, f"head {head}", depth, one.logit_max[:, head], attention, size=3)
+    sheet.line(1, name, depth, one.logit_max.max(axis=1), attention)
     for panel, part in ((2, one.entropy), (3, one.first)):
         if heads > 1:
             for head in range(heads):

@@ -178,7 +178,8 @@ def profile(checkpoint: Checkpoint, rows: Rows, tell: Tell = lambda done, total:
         tell(number + 1, len(rows.batches))
     # [S or L, rows, ...] -> [R, S or L, ...]
     found = {
-        name: np.moveaxis(np.concatenate([part[name] for part in parts], axis=1), 1, 0)[rows.there] for name in parts[0]
+        name: np.moveaxis(np.concatenate([part[name] for part in parts], axis=1), 1, 0)[rows.there].astype(np.float64)
+        for name in parts[0]
     }
     tokens = rows.sums("segment_ids")
     return Profile(

@@ -1,0 +1,311 @@
+"""Inside a checkpoint: profiles are those of the probes, cut heads those that matter, patches carry what differs."""
+
+from __future__ import annotations
+
+import functools
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from eval import checkpoints, inspect, interventions, perplexity
+from eval.checkpoints import Checkpoint
+from eval.interventions import Case
+from mhc import cli
+from mhc.monitor import probes
+from mhc.sharding import make_mesh
+from tests.small import VOCAB, random_params, relative_error, small
+from tests.small_runs import config, run, snapshot, write_corpus
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A step's run of three plain blocks on a corpus of texts."""
+    corpus = write_corpus(tmp_path_factory.mktemp("corpus") / "texts")
+    folder = tmp_path_factory.mktemp("runs") / "a"
+    steps = {"train": {"steps": 1}, "validation": {"every": 0}, "monitor": {"probe_every": 0, "tensorboard": False}}
+    assert run(config(corpus, "plain", model={"layers": 3}, **steps), folder) == 0
+    return folder
+
+
+@pytest.fixture(scope="module")
+def loaded(trained: Path) -> Checkpoint:
+    """With weights that are nowhere special, on one device."""
+    checkpoint = checkpoints.load(str(trained), devices=jax.devices()[:1])
+    return checkpoint._replace(params=random_params(checkpoint.config))
+
+
+def made(kind: str = "mhc", **groups: Any) -> Checkpoint:
+    """A checkpoint of three blocks with random weights, that has no run."""
+    config = small(kind, **{**groups, "model": {"layers": 3, **groups.get("model", {})}})
+    return Checkpoint("random", config, (0,), random_params(config), make_mesh(config.mesh, jax.devices()[:1]))
+
+
+# Profile --------------------------------------------------------------------------------------------------------------
+
+
+def test_a_profile_is_that_of_the_probes(loaded):
+    batch = probes.probe_batch(loaded.config)
+    probe = probes.compile_probe(loaded.definition, loaded.mesh)(loaded.params, batch)
+    rows = interventions.read_rows(loaded, "validation", len(batch["tokens"]), 1)
+    one = interventions.profile(loaded, rows)
+    assert one.tokens == (batch["segment_ids"] > 0).sum()
+    for found, name in (
+        (one.residual.value, "activation/residual_rms"),
+        (one.output.value, "activation/sublayer_out_rms"),
+        (one.logit_max.max(axis=1), "activation/attention_logit_max"),
+        (one.entropy_by_layer.value, "activation/attention_entropy"),
+    ):
+        np.testing.assert_allclose(found, probe[name], rtol=1e-5, err_msg=name)
+    np.testing.assert_allclose(one.entropy.value.mean(axis=1), one.entropy_by_layer.value, rtol=1e-12)
+    assert np.all(one.entropy.low < one.entropy.value) and np.all(one.entropy.value < one.entropy.high)
+    assert np.all((one.first.value > 0) & (one.first.value < 1))
+
+
+def test_an_estimate_is_a_ratio_with_the_interval_of_its_rows():
+    rng = np.random.default_rng(0)
+    counts = rng.integers(1, 50, 400)
+    sums = counts * 3.0 + rng.standard_normal(400) * np.sqrt(counts)
+    one = interventions.ratio(sums[:, None], counts)
+    exact = 1.0 / np.sqrt(counts.sum())  # each token has noise of its own
+    np.testing.assert_allclose(one.error, exact, rtol=0.1)
+    np.testing.assert_allclose(one.high - one.low, 2 * 1.96 * exact, rtol=0.1)
+    assert one.value[0] == sums.sum() / counts.sum()
+    alone = interventions.ratio(sums[:1, None], counts[:1])
+    assert alone.at(0) == {"value": sums[0] / counts[0], "low": None, "high": None}
+
+
+# Ablation -------------------------------------------------------------------------------------------------------------
+
+
+def test_dead_heads_change_nothing_and_the_one_that_lives_is_found(loaded):
+    """Of six heads only one writes. One program serves zeros, means and scales."""
+    attention = loaded.params["blocks"]["attention"]["core"]
+    dead = np.ones(attention["out"].shape, np.float32)
+    dead[1, 1] = 0.0
+    core = {**attention, "out": attention["out"] * (1.0 - dead)}
+    blocks = {**loaded.params["blocks"], "attention": {**loaded.params["blocks"]["attention"], "core": core}}
+    checkpoint = loaded._replace(params={**loaded.params, "blocks": blocks})
+    rows = interventions.read_rows(checkpoint, "validation", 0, 8)
+    ablater = interventions.Ablater(checkpoint, rows)
+    which = [*interventions.cases(checkpoint.config), Case("heads", None, ((0, 1), (1, 1)))]
+    zero = ablater.ablate(which)
+    corpus = perplexity.packed(checkpoint.config, "validation", rows=0, batch_size=8)
+    sums = perplexity.score(checkpoint, corpus).sums
+    np.testing.assert_allclose(zero.base, sums.nll.sum() / sums.tokens.sum(), rtol=1e-6)
+    assert zero.tokens == sums.tokens.sum()
+
+    change = {case.name: value for case, value in zip(which, zero.change.value, strict=True)}
+    lives = change.pop("head 1.1")
+    assert abs(lives) > 1e-3
+    assert [name for name, value in change.items() if name.startswith("head ") and value != 0.0] == []
+    # Without norms behind the heads, a layer's attention is its heads.
+    np.testing.assert_allclose([change["attention 1"], change["heads 0.1 1.1"]], lives, rtol=1e-5)
+    assert change["attention 0"] == change["attention 2"] == 0.0
+    assert change["block 0"] == change["feed-forward 0"] != 0.0
+    marked = interventions.differs(zero.change, 6)
+    assert not {case.name for case, mark in zip(which[:6], marked, strict=False) if mark} - {"head 1.1"}
+
+    programs = ablater.program.compiled._cache_size()
+    head = [which[3]]
+    assert head[0].name == "head 1.1"
+    means = interventions.mean_outputs(checkpoint, rows)
+    for factor, given in ((0.5, None), (0.0, means)):
+        assert ablater.ablate(head, factor, given).change.value[0] not in (0.0, lives)
+    assert ablater.ablate(head, 1.0).change.value[0] == 0.0
+    assert ablater.program.compiled._cache_size() == programs == 1
+    # A sublayer that is nothing is nothing in the mean, and means of heads and of their attention are the same thing.
+    np.testing.assert_array_equal(means.outputs[0, 0], 0.0)
+    joined = np.einsum("hj,hjd->d", means.heads[1], np.asarray(core["out"][1], np.float64))
+    np.testing.assert_allclose(means.outputs[1, 0], joined, rtol=1e-4, atol=1e-6)
+
+
+def test_a_mark_is_for_what_noise_does_not_do():
+    """A thousand changes that are noise, one of ten standard errors, and one row, of which nothing can be said."""
+    sums = np.random.default_rng(0).standard_normal((64, 1000))
+    sums[:, 7] += 10 / 8
+    change = interventions.ratio(sums, np.ones(64))
+    np.testing.assert_array_equal(np.flatnonzero(interventions.differs(change, 1000)), [7])
+    assert 20 < interventions.differs(change, 1).sum() < 100  # one at a time, noise would be marked
+    assert not interventions.differs(interventions.ratio(sums[:1], np.ones(1)), 1).any()
+
+
+def test_the_control_is_of_other_heads():
+    config = small(model={"layers": 3}, attention={"heads": 4})
+    without = [(0, 0), (2, 3)]
+    draws = interventions.random_heads(config, 3, 50, seed=1, without=without)
+    assert len(draws) == 50 and {len(set(case.heads)) for case in draws} == {3}
+    drawn = {head for case in draws for head in case.heads}
+    assert drawn == {(layer, head) for layer in range(3) for head in range(4)} - set(without)
+    assert draws == interventions.random_heads(config, 3, 50, seed=1, without=without)
+    assert draws != interventions.random_heads(config, 3, 50, seed=2, without=without)
+    assert interventions.random_heads(config, 11, 5, seed=1, without=without) == []
+    control = np.arange(19.0)
+    assert [interventions.chance(value, control) for value in (-1.0, 18.0, 19.0)] == [1.0, 0.1, 0.05]
+
+
+# Patching -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kind", "groups"),
+    [
+        ("plain", {}),
+        pytest.param(
+            "hc", {"attention": {"kind": "mla", "kv_rank": 8}, "model": {"scan": False}}, marks=pytest.mark.slow
+        ),
+        pytest.param("mhc", {"attention": {"window": 4, "global_every": 2}}, marks=pytest.mark.slow),
+    ],
+)
+def test_a_patch_recovers_what_lies_where_the_prompts_differ(kind, groups):
+    """Before block 0 that is at the token that differs; earlier positions never carry it, the last one does at last."""
+    checkpoint = made(kind, **groups)
+    rng = np.random.default_rng(0)
+    clean = rng.integers(0, VOCAB, 6).tolist()
+    corrupted = [*clean[:2], (clean[2] + 1) % VOCAB, *clean[3:]]
+    state = interventions.patch(checkpoint, clean, corrupted, "state", batch_size=5)
+    assert state.everything == pytest.approx(1.0, abs=1e-5)
+    assert state.share.shape == (3, 6)
+    np.testing.assert_array_equal(state.share[:, :2], 0.0)
+    np.testing.assert_allclose(state.share[0], [0, 0, 1, 0, 0, 0], atol=1e-5)
+    assert np.abs(state.share[1:, 3:]).max() > 1e-3
+    assert state.difference[0, 2] == pytest.approx(state.clean, rel=1e-5)
+    # The last block's feed-forward writes to the stream that is read out at the last position, and to no other.
+    output = interventions.patch(
+        checkpoint, clean, corrupted, "feed-forward", answer=state.answer, other=state.other, batch_size=64
+    )
+    assert relative_error([output.clean, output.corrupted], [state.clean, state.corrupted]) <= 1e-5
+    np.testing.assert_array_equal(output.share[-1, :-1], 0.0)
+    assert output.share[-1, -1] != 0.0
+    head = interventions.patch(checkpoint, clean, corrupted, "head", answer=state.answer, other=state.other)
+    assert head.share.shape == (3, 2) and np.all(head.share != 0.0)
+
+
+# Over a mesh ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_a_mesh_changes_nothing(trained):
+    """Eight devices against one: profile, ablation with means, patches, patterns."""
+    found = []
+    for devices in (jax.devices()[:1], jax.devices()):
+        checkpoint = checkpoints.load(str(trained), devices=devices, changes={"mesh.fsdp": 2 if devices[1:] else 1})
+        rows = interventions.read_rows(checkpoint, "validation", 11, 3)
+        one = interventions.profile(checkpoint, rows)
+        means = interventions.mean_outputs(checkpoint, rows)
+        cut = interventions.Ablater(checkpoint, rows).ablate(interventions.cases(checkpoint.config), 0.0, means)
+        prompts = [list(b"width of"), list(b"width or")]
+        moved = interventions.patch(checkpoint, *prompts, "state", answer=32, other=101)
+        seen = list(interventions.patterns(checkpoint, prompts[0], [(0, 1), (2, 0)]))
+        found.append((one, means, cut, moved, [pattern.weights for pattern in seen]))
+    (one, means, cut, moved, seen), (one_8, means_8, cut_8, moved_8, seen_8) = found
+    for name in ("residual", "output", "entropy", "first"):
+        np.testing.assert_allclose(getattr(one_8, name).value, getattr(one, name).value, rtol=1e-4, err_msg=name)
+    np.testing.assert_allclose(means_8.heads, means.heads, rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(cut_8.base, cut.base, rtol=1e-6)
+    np.testing.assert_allclose(cut_8.change.value, cut.change.value, rtol=1e-3, atol=2e-6)
+    np.testing.assert_allclose(moved_8.difference, moved.difference, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(seen_8, seen, rtol=1e-4, atol=1e-6)
+
+
+# The command line -----------------------------------------------------------------------------------------------------
+
+
+def check_profile(text: str, found: dict[str, Any]) -> None:
+    assert len(found["sublayers"]) == 6 and len(found["layers"]) == 3 and len(found["heads"]) == 6
+    assert f"{found['layers'][2]['entropy']['value']:.4g}" in text and "4 rows" in text
+
+
+def check_ablation(text: str, found: dict[str, Any]) -> None:
+    kinds = [case["kind"] for case in found["cases"]]
+    assert kinds == [*["head"] * 6, *["attention"] * 3, *["feed-forward"] * 3, *["block"] * 3]
+    assert len(found["control"]["changes"]) == found["control"]["draws"] == 3 and found["reference_rows"] == 2
+    assert all(case["change_low"] <= case["change"] <= case["change_high"] for case in found["cases"])
+    assert f"loss {found['loss']:.4f}" in text and "3 draws of 2 random head(s)" in text
+
+
+def check_set(text: str, found: dict[str, Any]) -> None:
+    (case,) = found["cases"]
+    assert case["heads"] == [[0, 1], [2, 0]] and case["name"] == "heads 0.1 2.0"
+    draws = [tuple(map(tuple, draw["heads"])) for draw in found["control"]["changes"]]
+    assert len(draws) == 2 and not {head for draw in draws for head in draw} & {(0, 1), (2, 0)}
+    assert f"p = {case['chance']:.3g}" in text and case["chance"] * 3 in (1, 2, 3)
+
+
+def check_patch(text: str, found: dict[str, Any]) -> None:
+    assert np.array(found["share"]).shape == (3, 10) and found["everything"] == pytest.approx(1.0, abs=1e-3)
+    assert found["answer"]["text"] == "x" and "must be 1" in text
+
+
+def check_attention(text: str, found: dict[str, Any]) -> None:
+    assert inspect.NOTE in text and [(one["layer"], one["head"]) for one in found["heads"]] == [(2, 0), (2, 1)]
+    weights = np.array(found["heads"][1]["weights"])
+    assert weights.shape == (len(found["tokens"]),) * 2 and np.all(np.triu(weights, 1) == 0.0)
+    np.testing.assert_allclose(weights.sum(axis=1), 1.0, rtol=1e-6)
+
+
+PAIR = ["--clean", "the width", "--corrupted", "the norms", "--answer", "x", "--other", "y"]
+
+
+@pytest.mark.parametrize(
+    ("given", "stem", "check"),
+    [
+        pytest.param(["profile", "--rows", "4"], "profile", check_profile, marks=pytest.mark.slow),
+        (
+            ["ablate", "--how", "mean", "--rows", "4", "--reference", "2", "--draws", "3"],
+            "ablation",
+            check_ablation,
+        ),
+        pytest.param(["ablate", "--heads", "0.1", "2.0", "--draws", "2"], None, check_set, marks=pytest.mark.slow),
+        pytest.param(["patch", *PAIR, "--batch_size", "16"], "patch", check_patch, marks=pytest.mark.slow),
+        (["attention", "--prompt", "is the $ —", "--layers", "2"], "attention_2", check_attention),
+    ],
+    ids=lambda given: given[0] if isinstance(given, list) else None,
+)
+def test_a_view_says_what_it_found_and_leaves_the_run_alone(given, stem, check, trained, tmp_path, capsys, monkeypatch):
+    # On one device: eight of two cores take long, and have a test of their own.
+    monkeypatch.setattr(checkpoints, "load", functools.partial(checkpoints.load, devices=jax.devices()[:1]))
+    before = snapshot(trained)
+    out, file = tmp_path / "out", tmp_path / "found.json"
+    assert inspect.main([*given, "--checkpoint", str(trained), "--out", str(out), "--json", str(file)]) == 0
+    assert snapshot(trained) == before
+    found = json.loads(file.read_text())
+    assert (found["view"], found["kind"], found["steps"]) == (given[0], "plain", [1])
+    assert {path.name for path in out.iterdir()} == ({f"{stem}.png", f"{stem}.csv"} if stem else set())
+    check(capsys.readouterr().out, found)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (["profil"], "profil: allowed: profile, ablate, patch, attention (did you mean profile?)"),
+        (["profile", "--how", "mean"], "--how: not an option of profile, allowed with ablate"),
+        (["profile", "--rows", "-1"], "--rows: given -1, allowed: 0 or more"),
+        (["ablate", "--heads", "3"], "--heads: given 3, allowed: LAYER.HEAD, e.g. 3.1"),
+        (["ablate", "--heads", "3.0"], "--heads: given 3.0, allowed: layers 0 to 2, heads 0 to 1"),
+        (["ablate", "--factor", "2"], "--factor: given 2.0, allowed with --how scale"),
+        (["ablate", "--how", "mean", "--reference", "-2"], "--reference: given -2, allowed: 0 or more"),
+        (["patch", "--clean", "a"], "patch: --corrupted TEXT is needed"),
+        (["patch", "--clean", "a", "--corrupted", "bcd"], "--clean has 2 tokens and --corrupted 4 (bos included)"),
+        (["patch", "--clean", "a", "--corrupted", "a"], "--clean and --corrupted: the same tokens"),
+        (
+            ["patch", "--clean", "a", "--corrupted", "b", "--answer", "cd"],
+            "--answer: 'cd' is 2 tokens after the prompt, allowed: one",
+        ),
+        (["attention", "--prompt", "a", "--layers", "3"], "--layers: given 3, allowed: 0 to 2"),
+        (["attention"], "attention: --prompt TEXT is needed"),
+        (["attention", "--prompt", "a" * 300], "--prompt: 301 tokens, allowed: 256"),
+        (["profile", "--step", "3"], "no checkpoint of step 3; there are 1"),
+        (["profile", "--config.model.width=3"], "--config.model.width: the weights fix it"),
+    ],
+)
+def test_a_mistake_is_one_line_and_leaves_nothing(given, message, trained, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(checkpoints, "load", lambda *_, **__: pytest.fail("refused before weights are loaded"))
+    out, file = tmp_path / "out", tmp_path / "found.json"
+    with pytest.raises(SystemExit) as left:
+        cli.run_main(inspect.main, [*given, "--checkpoint", str(trained), "--out", str(out), "--json", str(file)])
+    (line,) = capsys.readouterr().err.splitlines()
+    assert left.value.code == 2 and message in line and not out.exists() and not file.exists()
