@@ -274,10 +274,20 @@ def divergence(logits: Logits, reference: Logits) -> np.ndarray:
 
     Of logits that are not all kept, the tokens left out count as one: a lower bound.
     """
+    step = max(2**22 // reference.values.shape[-1], 1)  # tokens at once, as float64
+    parts = (slice(start, start + step) for start in range(0, len(reference.values), step))
+    return np.concatenate([_divergence(_part(logits, part), _part(reference, part)) for part in parts])
+
+
+def _part(logits: Logits, tokens: slice) -> Logits:
+    ids = None if logits.ids is None else logits.ids[tokens]
+    return Logits(logits.values[tokens], ids, logits.log_z[tokens], logits.best[tokens])
+
+
+def _divergence(logits: Logits, reference: Logits) -> np.ndarray:
     whole = reference.ids is None
     log_p, log_q = (_log_probabilities(one, whole) for one in (reference, logits))
-    p = np.exp(log_p)
-    kl = np.sum(p * (log_p - log_q), axis=-1)
+    kl = np.sum(np.exp(log_p) * (log_p - log_q), axis=-1)
     if not whole:
         left, other = (np.maximum(1.0 - np.exp(log).sum(axis=-1), 1e-9) for log in (log_p, log_q))
         kl += np.where(left > 1e-6, left * np.log(left / other), 0.0)  # below it is rounding
@@ -308,12 +318,14 @@ def mean_by_row(values: np.ndarray, row: np.ndarray) -> dict[str, float | None]:
 
 def _apart(where: str, one: np.ndarray, other: np.ndarray) -> dict[str, Any]:
     """Largest and mean absolute difference of two arrays, the largest magnitude of the second, and their ratio."""
-    gap = np.abs(one.astype(np.float64) - other)
+    gap = np.abs(one - other)
     largest, scale = float(gap.max()), float(np.abs(other).max())
     relative = largest / scale if scale else 0.0 if largest == 0 else math.inf
-    return {"where": where, "largest": largest, "mean": float(gap.mean()), "scale": scale, "relative": relative}
+    mean = float(gap.mean(dtype=np.float64))
+    return {"where": where, "largest": largest, "mean": mean, "scale": scale, "relative": relative}
 
 
+@np.errstate(invalid="ignore")  # what is not finite differs, and is no error here
 def compare(made: Outputs, reference: Outputs, tolerance: float) -> dict[str, Any]:
     """What differs, and from where on; JSON but for arrays. Both of the same rows, logits of the same tokens."""
     ours, theirs = made.about["config"], reference.about["config"]
@@ -344,7 +356,7 @@ def compare(made: Outputs, reference: Outputs, tolerance: float) -> dict[str, An
     above = [one["where"] for one in layers if not one["relative"] <= tolerance]  # NaN is above
     kl = divergence(made.logits, reference.logits)
     changed = (made.logits.best != reference.logits.best).astype(np.float64)
-    gap = np.abs(made.logits.values.astype(np.float64) - reference.logits.values)
+    gap = np.abs(made.logits.values - reference.logits.values)
     row, place = np.nonzero(reference.rows.valid)
     worst = int(np.argmax(np.nan_to_num(gap.max(axis=-1), nan=np.inf)))
     return {
@@ -360,7 +372,7 @@ def compare(made: Outputs, reference: Outputs, tolerance: float) -> dict[str, An
         "largest_logit": logits["scale"],
         "relative": logits["relative"],
         "largest_at": {"row": int(row[worst]), "place": int(place[worst])},
-        "mean": mean_by_row(gap.mean(axis=-1), row),
+        "mean": mean_by_row(gap.mean(axis=-1, dtype=np.float64), row),
         "top1_changed": {**mean_by_row(changed, row), "tokens": int(changed.sum())},
         "kl": {**mean_by_row(kl, row), "largest": float(kl.max())},
         "layers": layers,
@@ -425,6 +437,8 @@ def text(found: dict[str, Any]) -> str:
         lines += ["", aligned(table), ""]
     lines += [f"note: {note}" for note in found["notes"]]
     tolerance, first = found["tolerance"], found["first_above"]
+    verdict = "within" if found["within"] else "not within"
+    lines.append(f"logits {verdict} {tolerance:g} of the largest")
     lines.append(f"first above {tolerance:g}: {first or 'nothing'}")
     return "\n".join(lines)
 

@@ -86,7 +86,9 @@ def test_a_checkpoint_differs_from_its_golden_file_by_nothing(kind, runs, tmp_pa
     assert [one["where"] for one in found["layers"]] == [*regression.points(LAYERS), "logits"]
     assert all(one["largest"] == 0 and one["scale"] > 0 for one in found["layers"])
     said = capsys.readouterr().out
-    assert said.endswith("first above 0: nothing\n") and "logits of all 258 tokens" in said
+    assert (
+        said.endswith("logits within 0 of the largest\nfirst above 0: nothing\n") and "logits of all 258 tokens" in said
+    )
 
 
 def test_what_a_golden_file_holds(runs, tmp_path):
@@ -153,7 +155,7 @@ def test_the_first_place_that_differs_is_named(kind):
         assert not found["within"] and found["relative"] > 1e-6
         before = found["layers"][: [one["where"] for one in found["layers"]].index(place)]
         assert all(one["largest"] == 0 for one in before)
-        assert regression.text(found).endswith(f"first above 1e-06: {place}")
+        assert regression.text(found).endswith(f"logits not within 1e-06 of the largest\nfirst above 1e-06: {place}")
 
 
 def changed(params: Params, path: str, index: tuple[int, ...]) -> Params:
@@ -257,9 +259,12 @@ def test_what_is_counted():
     assert found["largest_at"]["row"] == 0 and found["largest_at"]["place"] in (3, 7)
     np.testing.assert_allclose(found["relative"], 50 / np.abs(one).max(), rtol=1e-6)
     np.testing.assert_allclose(found["mean"]["value"], 100 / one.size, rtol=1e-6)
-    other[11, 0] = np.nan
-    found = regression.compare(outputs(other), outputs(one), 1e9)
-    assert not found["within"] and found["first_above"] == "logits" and found["largest_at"]["place"] == 11
+    for bad in (np.nan, np.inf):
+        worse = outputs(other)
+        worse.logits.values[11, 0] = bad
+        found = regression.compare(worse, outputs(one), 1e9)
+        assert not found["within"] and found["first_above"] == "logits" and found["largest_at"]["place"] == 11
+        worse.logits.values[11, 0] = one[11, 0]
 
 
 def test_top_k_keeps_the_most_probable():
