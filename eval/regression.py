@@ -99,6 +99,8 @@ def points(layers: int) -> list[str]:
 def make_rows(config: Config, prompts: Sequence[str], validation: int, length: int) -> Rows:
     """Rows of prompts, bos before each, then the first rows of the run's validation set, all cut at ``length``.
 
+    Where the tokeniser has more ids than the model (one imported without its own), they are taken modulo the model's.
+
     Raises:
       UserError: the validation set cannot be read, or has no text.
     """
@@ -121,8 +123,8 @@ def make_rows(config: Config, prompts: Sequence[str], validation: int, length: i
     for row, fields in enumerate(found):
         for array, values in zip(arrays, fields, strict=True):
             array[row, : len(values)] = values
-    kept = arrays[:, (arrays[1] > 0).any(axis=1)]  # a small validation set leaves rows empty
-    return Rows(*kept)
+    arrays[0] %= config.vocab_size
+    return Rows(*arrays[:, (arrays[1] > 0).any(axis=1)])  # a small validation set leaves rows empty
 
 
 # What it is made of ---------------------------------------------------------------------------------------------------
@@ -581,7 +583,10 @@ def main(arguments: Sequence[str]) -> int:
     if reference is None:
         # How the checkpoint is computed leaves its reference as it is.
         shared = {name: value for name, value in changes.items() if name not in COMPUTED}
-        other = _config(options.against, None, shared)
+        try:
+            other = _config(options.against, None, shared)
+        except UserError as error:
+            raise UserError(f"--against: no golden file, and as a run: {error}") from None
         rows = _rows(options, other)
         tokenizer = tokenizers.load(other.data.tokenizer).content_hash
         _check_comparable(config, options.against, other.vocab_size, tokenizer, rows.tokens.shape[1])

@@ -110,13 +110,21 @@ def test_what_a_golden_file_holds(runs, tmp_path):
     np.testing.assert_allclose(made.hidden[0], table[made.rows.tokens[made.rows.valid]], rtol=1e-6)
 
 
+def test_a_model_without_its_tokenizer_reads_ids_that_it_has():
+    config = config_of(model={"vocab_size": 300})
+    whole = prompts(config).tokens
+    small_one = dataclasses.replace(config, model=dataclasses.replace(config.model, vocab_size=97))
+    np.testing.assert_array_equal(prompts(small_one).tokens, whole % 97)
+    assert whole.max() == 256
+
+
 KINDS = ["mhc", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("hc", "mhc_lite", "kromhc", "identity"))]
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_topology_that_begins_as_plain_differs_by_rounding_in_every_layer(kind):
     plain, other = config_of(), config_of(kind, residual=preserving(kind))
-    source = initial(plain)
+    source = random_params(plain)
     params = initial(other)
 
     def taken(theirs: Any, ours: Any) -> Any:
@@ -342,7 +350,7 @@ def refusal(arguments: Sequence[object], capsys: Any) -> str:
         (["--save", "a.npz", "--length", "17"], "--length: given 17, allowed: 1 to data.sequence_length=16"),
         (["--save", "a.npz", "--top_k", "-1"], "--top_k: given -1, allowed: 0 or more"),
         (["--save", "a.npz", "--prompts", "/nowhere"], "--prompts: cannot read /nowhere"),
-        (["--against", "nowhere"], "nowhere: not a run folder (it has no config.json)"),
+        (["--against", "nowhere"], "--against: no golden file, and as a run: nowhere: not a run folder"),
         (["--against", "nowhere", "--tolerance", "-1"], "--tolerance: given -1"),
         (["--against", "nowhere", "--activations"], "--activations: only with --save"),
         (["--against", "GOLDEN", "--rows", "3"], "--rows: the golden file has settled it"),
