@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 import re
 import sys
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -36,10 +37,12 @@ if TYPE_CHECKING:
 
 Found = dict[str, Any]  # what a view says of a checkpoint: the JSON
 MOST_PATTERNS, MOST_TOKENS = 64, 256  # more cannot be seen in pictures
+FEW = 10  # documents
 NOTE = (
     "A pattern shows where a head reads, not what it does with what it finds: it is no explanation of an output. "
     "Test what it suggests with ablate and patch."
 )
+_BOUNDS = ("change", "change_low", "change_high")
 _INK, _CONTROL = "#333333", "#d9d9d9"
 _COLOURS = {"attention": "#0072b2", "feed-forward": "#d55e00", "block": "#333333"}
 
@@ -80,7 +83,7 @@ def profile(checkpoint: Checkpoint, options: Any) -> Found:
         for head in range(heads)
     ]
     print(f"{found['rows']} rows of {found['documents']} documents, {one.tokens:,} tokens; means over tokens (95 %)")
-    print(_profile_table(one))
+    print("\n".join([_profile_table(one), *_few(found)]))
     if options.out is not None:
         _say(_draw_profile(one, checkpoint.name, options.out))
     return found
@@ -115,7 +118,7 @@ def _draw_profile(one: Profile, name: str, folder: Path) -> Path:
             f"rms over tokens, {one.tokens:,} of them",
             "largest attention logit, by head and of all",
             "entropy of attention, nats: mean over queries",
-            "share of attention on a document's first token",
+            "share of attention on the first token, position 0",
         )
     ):
         sheet.title(panel, title)
@@ -166,9 +169,10 @@ def ablate(checkpoint: Checkpoint, options: Any) -> Found:
     done = Ablater(checkpoint, rows).ablate([*which, *control], factor, means, _telling("ablations"))
 
     count = len(which)
-    drawn = done.change.value[count:]
     kinds = [case.kind for case in which]
     marks = [bool(differs(done.change, kinds.count(kind))[i]) for i, kind in enumerate(kinds)]
+    drawn = done.change.value[count:]
+    alone = done.change.value[np.array([kind == "head" for kind in [*kinds, *["random"] * len(drawn)]])]
     found: Found = {
         "how": options.how,
         "factor": factor if options.how == "scale" else None,
@@ -178,7 +182,7 @@ def ablate(checkpoint: Checkpoint, options: Any) -> Found:
         "tokens": done.tokens,
         "reference_rows": int(reference.there.sum()) if options.how == "mean" else None,
         "loss": done.base,
-        "cases": [_case(case, done.change, i, marks[i], drawn) for i, case in enumerate(which)],
+        "cases": [_case(case, done.change, i, marks[i], drawn, alone) for i, case in enumerate(which)],
         "control": {
             "heads": size,
             "draws": len(drawn),
@@ -187,57 +191,71 @@ def ablate(checkpoint: Checkpoint, options: Any) -> Found:
             "low": float(np.percentile(drawn, 2.5)) if len(drawn) else None,
             "high": float(np.percentile(drawn, 97.5)) if len(drawn) else None,
             "changes": [
-                {"heads": [list(head) for head in case.heads], **done.change.at(count + i)}
+                {"heads": [list(head) for head in case.heads], **_change(done.change, count + i)}
                 for i, case in enumerate(control)
             ],
         },
     }
     print(_ablation_text(found, options.top))
-    if options.out is not None and not options.heads:
-        _say(_draw_ablation(found, config, options.out))
+    if options.out is not None:
+        _say(_draw_set(found, options.out) if options.heads else _draw_ablation(found, config, options.out))
     return found
 
 
-def _case(case: Case, change: Estimate, index: int, mark: bool, control: np.ndarray) -> Found:
+def _change(change: Estimate, index: int) -> dict[str, float | None]:
+    return dict(zip(_BOUNDS, change.at(index).values(), strict=True))
+
+
+def _case(case: Case, change: Estimate, index: int, mark: bool, drawn: np.ndarray, alone: np.ndarray) -> Found:
+    """What is said of a case; ``drawn``: changes by random sets of heads, ``alone``: by each head."""
     from eval.interventions import chance
 
-    comparable = case.kind in ("attention", "heads") and len(control) > 0
+    # A single head is compared with all others, which are every draw of one.
+    control = {"head": np.delete(alone, index) if case.kind == "head" else alone, "attention": drawn, "heads": drawn}
+    against = control.get(case.kind, np.zeros(0))
     return {
         "name": case.name,
         "kind": case.kind,
         "layer": case.layer,
         "heads": [list(head) for head in case.heads],
-        **{f"change{'' if name == 'value' else f'_{name}'}": part for name, part in change.at(index).items()},
+        **_change(change, index),
         "differs": mark,
-        "chance": chance(float(change.value[index]), control) if comparable else None,
+        "chance": chance(float(change.value[index]), against) if len(against) else None,
     }
 
 
 def _ablation_text(found: Found, top: int) -> str:
     how = {"zero": "set to zero", "mean": f"set to its mean over {found['reference_rows']} rows of the train split"}
     done = how.get(found["how"], f"times {found['factor']}")
-    ranked = sorted(found["cases"], key=lambda case: -abs(case["change"]))
-    lines = [("ablated", "change of loss (95 %)", "not 0", "as random heads")]
-    for case in ranked[:top]:
-        bounds = {"value": case["change"], "low": case["change_low"], "high": case["change_high"]}
-        chance = "—" if case["chance"] is None else f"p = {case['chance']:.3g}"
-        lines.append((case["name"], _with_bounds(bounds, signed=True), "*" if case["differs"] else "", chance))
-    control = found["control"]
     out = [
         f"loss {found['loss']:.4f} nats a token: {found['rows']} rows of {found['documents']} documents, "
-        f"{found['tokens']:,} targets; {done}",
-        aligned(lines),
+        f"{found['tokens']:,} targets; {done}"
     ]
-    if len(ranked) > top:
-        out.append(f"and {len(ranked) - top} more with smaller changes (--top, --json)")
+    for kinds in (("heads",), ("head",), tuple(_COLOURS)):
+        ranked = sorted(
+            (case for case in found["cases"] if case["kind"] in kinds), key=lambda case: -abs(case["change"])
+        )
+        if not ranked:
+            continue
+        lines = [("ablated", "change of loss (95 %)", "not 0", "as random heads")]
+        for case in ranked[:top]:
+            bounds = {"value": case["change"], "low": case["change_low"], "high": case["change_high"]}
+            chance = "—" if case["chance"] is None else f"p = {case['chance']:.3g}"
+            lines.append((case["name"], _with_bounds(bounds, signed=True), "*" if case["differs"] else "", chance))
+        out.append(aligned(lines))
+        if len(ranked) > top:
+            out.append(f"and {len(ranked) - top} more with smaller changes (--top, --json)")
+    control = found["control"]
     out.append("* other than 0 at 5 % for all of a kind together (Bonferroni)")
     if control["draws"]:
         out.append(
             f"{control['draws']} draws of {control['heads']} random head(s): {control['mean']:+.4f} "
-            f"({control['low']:+.4f} to {control['high']:+.4f}); p: how often such a draw changes the loss as much"
+            f"({control['low']:+.4f} to {control['high']:+.4f}); p: how often such a draw, of one head any other, "
+            "raises the loss as much"
         )
     else:
         out.append(f"no random heads to compare with: fewer than {control['heads']} others, or --draws 0")
+    out += _few(found)
     return "\n".join(out)
 
 
@@ -269,12 +287,31 @@ def _draw_ablation(found: Found, config: Config, folder: Path) -> Path:
             for what in ("mean", "low", "high"):
                 sheet.note(panel, "random heads", what, [math.nan], [control[what]])
         sheet.level(panel, 0.0)
+        sizes = np.abs([case["change"] for case in by_layer])
+        if sizes.max() > 10 * np.median(sizes) > 0:  # one layer that is all would leave the others on one line
+            sheet.panels[panel].set_yscale("symlog", linthresh=float(f"{np.median(sizes):.0e}"), linscale=0.5)
         for case in by_layer:
             shift = (list(_COLOURS).index(case["kind"]) - 1) * 0.2
-            bounds = [
-                case["change"] if case[key] is None else case[key] for key in ("change", "change_low", "change_high")
-            ]
-            sheet.interval(panel, case["kind"], case["layer"] + shift, tuple(bounds), styles[case["kind"]])  # type: ignore[arg-type]
+            bounds = [case["change"] if case[key] is None else case[key] for key in _BOUNDS]
+            sheet.interval(panel, case["kind"], case["layer"] + shift, tuple(bounds), styles[case["kind"]])
+    return sheet.save(folder, folder)
+
+
+def _draw_set(found: Found, folder: Path) -> Path:
+    from eval.sheet import Sheet, Style
+
+    (case,) = found["cases"]
+    sheet = Sheet("ablation", x="", y="change of loss, nats")
+    sheet.title(
+        0, f"{case['name']} against {found['control']['draws']} random sets of as many, {found['rows']} rows, 95 %"
+    )
+    sheet.level(0, 0.0)
+    for place, (name, changes) in enumerate(((case["name"], [case]), ("random heads", found["control"]["changes"]))):
+        for number, one in enumerate(changes):
+            bounds = [one["change"] if one[key] is None else one[key] for key in _BOUNDS]
+            x = place + (number / max(len(changes) - 1, 1) - 0.5) * 0.6 if place else 0.0
+            sheet.interval(0, name, x, tuple(bounds), Style(_COLOURS["attention"] if not place else "#8a8a8a"))
+    sheet.panels[0].set_xticks([0, 1], [case["name"] if len(case["name"]) < 30 else "the set", "random heads"])
     return sheet.save(folder, folder)
 
 
@@ -365,7 +402,7 @@ def attention(checkpoint: Checkpoint, options: Any) -> Found:
     labels = [_label(tokenizer, token) for token in tokens]
     every = list(patterns(checkpoint, tokens, options.heads))
     rows = np.arange(len(tokens))
-    lines = [("layer", "head", "entropy", "on the first", "on itself", "on the one before")]
+    lines: list[Sequence[str]] = [("layer", "head", "entropy", "on the first", "on itself", "on the one before")]
     found = []
     for one in every:
         shares = {
@@ -429,6 +466,8 @@ def _heat(
     sheet: Sheet, panel: int, values: np.ndarray, y: str, *, low: float, high: float, exact: np.ndarray | None = None
 ) -> None:
     """values [rows, columns] as colours around 0, rows upwards and named ``y``; ``exact``: for the table."""
+    from matplotlib.ticker import MaxNLocator
+
     axes = sheet.panels[panel]
     for number, row in enumerate(values if exact is None else exact):
         sheet.note(panel, f"{y} {number}", "value", np.arange(len(row)), row)
@@ -437,7 +476,7 @@ def _heat(
     )
     axes.grid(visible=False)
     axes.set_ylabel(y)
-    axes.yaxis.get_major_locator().set_params(integer=True)
+    axes.yaxis.set_major_locator(MaxNLocator(integer=True))
     bar = sheet.figure.colorbar(image, ax=axes, pad=0.01, aspect=20)
     bar.ax.tick_params(labelsize=8, colors=_INK)
 
@@ -451,6 +490,13 @@ def _token_axis(axis: Any, labels: Sequence[str], *, least: int) -> None:
                 tick.set_rotation(90)
 
 
+def _few(found: Found) -> list[str]:
+    """A line where the intervals are those of few documents."""
+    if found["documents"] >= FEW:
+        return []
+    return [f"note: rows of {found['documents']} document(s): the intervals tell nothing of others (--rows)"]
+
+
 def _with_bounds(bounds: dict[str, float | None], signed: bool = False) -> str:
     """``value (low to high)``."""
     sign = "+" if signed else ""
@@ -460,10 +506,16 @@ def _with_bounds(bounds: dict[str, float | None], signed: bool = False) -> str:
 
 
 def _telling(what: str) -> Callable[[int, int], None]:
-    progress = Progress()
+    """Lines of progress, with the time left as the steps after the first, which compiles, take it."""
+    progress, start = Progress(), (0, 0.0)
 
     def tell(done: int, total: int) -> None:
-        progress(lambda seconds: f"{done} of {total} {what}, about {seconds / done * (total - done):.0f} s left")
+        nonlocal start
+        now = time.monotonic()
+        start = start if start[0] else (done, now)
+        each = (now - start[1]) / max(done - start[0], 1)
+        left = f", about {each * (total - done):.0f} s left" if done > start[0] else ""
+        progress(lambda _: f"{done} of {total} {what}{left}")
 
     return tell
 

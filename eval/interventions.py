@@ -21,12 +21,16 @@ from mhc.config import Config
 from mhc.data.sources import Split
 from mhc.errors import UserError
 from mhc.model.attention import Attention
-from mhc.model.decoder import Decoder, SublayerView
+from mhc.model.decoder import Decoder, Observer, SublayerView
 from mhc.model.edits import SUBLAYERS, Edits
 from mhc.sharding import BATCH_AXES, compiler_options, put_batch, replicated, threads_of_one_cpu, tracing_for
 
 Tell = Callable[[int, int], None]  # told (done, of how many)
 _INPUTS = ("tokens", "segment_ids", "positions")
+
+
+def _observed(decoder: Decoder, batch: dict[str, jax.Array], observe: Observer) -> dict[str, jax.Array]:
+    return decoder.forward(batch["tokens"], batch.get("segment_ids"), batch.get("positions"), observe).observed
 
 
 # Rows and programs ----------------------------------------------------------------------------------------------------
@@ -169,7 +173,7 @@ def profile(checkpoint: Checkpoint, rows: Rows, tell: Tell = lambda done, total:
                 out["logit_max"] = jnp.max(largest, axis=-1)
             return out
 
-        return decoder.forward(*(batch[name] for name in _INPUTS), observe=observe).observed
+        return _observed(decoder, batch, observe)
 
     program = Program(checkpoint, run)
     parts = []
@@ -283,13 +287,14 @@ def mean_outputs(checkpoint: Checkpoint, rows: Rows) -> Means:
                 out["heads"] = jnp.einsum("bthj,bt->hj", view.heads.astype(jnp.float32), valid)
             return out
 
-        return decoder.forward(*(batch[name] for name in _INPUTS), observe=observe).observed
+        return _observed(decoder, batch, observe)
 
     program = Program(checkpoint, run)
     parts = [jax.device_get(program(program.put({name: batch[name] for name in _INPUTS}))) for batch in rows.batches]
     tokens = sum(int((batch["segment_ids"] > 0).sum()) for batch in rows.batches)
     heads, outputs = (
-        np.sum([part[name] for part in parts], axis=0, dtype=np.float64) / tokens for name in ("heads", "outputs")
+        np.asarray(np.sum([part[name] for part in parts], axis=0, dtype=np.float64)) / tokens
+        for name in ("heads", "outputs")
     )
     return Means(heads, outputs.reshape(-1, 2, outputs.shape[-1]))
 
@@ -299,7 +304,8 @@ class Ablater:
 
     def __init__(self, checkpoint: Checkpoint, rows: Rows):
         def run(decoder: Decoder, batch: dict[str, jax.Array], edits: Edits) -> jax.Array:
-            scores = token_scores(decoder, *(batch[name] for name in ("tokens", "targets", *_INPUTS[1:])), edits=edits)
+            inputs = {name: batch[name] for name in (*_INPUTS, "targets")}
+            scores = token_scores(decoder, **inputs, edits=edits)
             return jnp.sum(scores.nll * batch["counted"], axis=1)
 
         self._config, self._rows = checkpoint.config, rows
@@ -472,7 +478,7 @@ def patterns(checkpoint: Checkpoint, tokens: Sequence[int], heads: Sequence[Head
                 return {}
             return {"scores": core.scores(view.sublayer.before(view.u), *view.args)[0, np.array(columns)]}
 
-        scores = decoder.forward(batch["tokens"], observe=observe).observed["scores"]
+        scores = _observed(decoder, batch, observe)["scores"]
         return scores[np.array(layers)]
 
     program = Program(checkpoint, run)

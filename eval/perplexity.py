@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -169,7 +169,7 @@ def _open(config: Config, split: Split) -> tuple[Any, Any]:
 # Scores ---------------------------------------------------------------------------------------------------------------
 
 
-def counts(config: Config, batch: Batch) -> np.ndarray:
+def counts(config: Config, batch: Mapping[str, np.ndarray]) -> np.ndarray:
     """[B, T]: whether the target there is scored. Those within a prefix were seen before they were predicted."""
     counted = batch["weights"] > 0
     return counted & (batch["positions"] + 1 >= config.attention.prefix) if config.attention.prefix else counted

@@ -109,14 +109,15 @@ def test_dead_heads_change_nothing_and_the_one_that_lives_is_found(loaded):
     marked = interventions.differs(zero.change, 6)
     assert not {case.name for case, mark in zip(which[:6], marked, strict=False) if mark} - {"head 1.1"}
 
-    programs = ablater.program.compiled._cache_size()
+    compiled: Any = ablater.program.compiled
+    programs = compiled._cache_size()
     head = [which[3]]
     assert head[0].name == "head 1.1"
     means = interventions.mean_outputs(checkpoint, rows)
     for factor, given in ((0.5, None), (0.0, means)):
         assert ablater.ablate(head, factor, given).change.value[0] not in (0.0, lives)
     assert ablater.ablate(head, 1.0).change.value[0] == 0.0
-    assert ablater.program.compiled._cache_size() == programs == 1
+    assert compiled._cache_size() == programs == 1
     # A sublayer that is nothing is nothing in the mean, and means of heads and of their attention are the same thing.
     np.testing.assert_array_equal(means.outputs[0, 0], 0.0)
     joined = np.einsum("hj,hjd->d", means.heads[1], np.asarray(core["out"][1], np.float64))
@@ -197,10 +198,10 @@ def test_a_mesh_changes_nothing(trained):
         one = interventions.profile(checkpoint, rows)
         means = interventions.mean_outputs(checkpoint, rows)
         cut = interventions.Ablater(checkpoint, rows).ablate(interventions.cases(checkpoint.config), 0.0, means)
-        prompts = [list(b"width of"), list(b"width or")]
-        moved = interventions.patch(checkpoint, *prompts, "state", answer=32, other=101)
-        seen = list(interventions.patterns(checkpoint, prompts[0], [(0, 1), (2, 0)]))
-        found.append((one, means, cut, moved, [pattern.weights for pattern in seen]))
+        clean, corrupted = list(b"width of"), list(b"width or")
+        moved = interventions.patch(checkpoint, clean, corrupted, "state", answer=32, other=101)
+        patterns = interventions.patterns(checkpoint, clean, [(0, 1), (2, 0)])
+        found.append((one, means, cut, moved, [pattern.weights for pattern in patterns]))
     (one, means, cut, moved, seen), (one_8, means_8, cut_8, moved_8, seen_8) = found
     for name in ("residual", "output", "entropy", "first"):
         np.testing.assert_allclose(getattr(one_8, name).value, getattr(one, name).value, rtol=1e-4, err_msg=name)
@@ -259,7 +260,9 @@ PAIR = ["--clean", "the width", "--corrupted", "the norms", "--answer", "x", "--
             "ablation",
             check_ablation,
         ),
-        pytest.param(["ablate", "--heads", "0.1", "2.0", "--draws", "2"], None, check_set, marks=pytest.mark.slow),
+        pytest.param(
+            ["ablate", "--heads", "0.1", "2.0", "--draws", "2"], "ablation", check_set, marks=pytest.mark.slow
+        ),
         pytest.param(["patch", *PAIR, "--batch_size", "16"], "patch", check_patch, marks=pytest.mark.slow),
         (["attention", "--prompt", "is the $ —", "--layers", "2"], "attention_2", check_attention),
     ],
@@ -274,7 +277,7 @@ def test_a_view_says_what_it_found_and_leaves_the_run_alone(given, stem, check, 
     assert snapshot(trained) == before
     found = json.loads(file.read_text())
     assert (found["view"], found["kind"], found["steps"]) == (given[0], "plain", [1])
-    assert {path.name for path in out.iterdir()} == ({f"{stem}.png", f"{stem}.csv"} if stem else set())
+    assert {path.name for path in out.iterdir()} == {f"{stem}.png", f"{stem}.csv"}
     check(capsys.readouterr().out, found)
 
 
