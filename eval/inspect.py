@@ -164,7 +164,7 @@ def ablate(checkpoint: Checkpoint, options: Any) -> Found:
     means = None
     if options.how == "mean":
         reference = read_rows(checkpoint, "train", options.reference, options.batch_size)
-        means = mean_outputs(checkpoint, reference)
+        means = mean_outputs(checkpoint, reference, _telling("batches of the reference"))
     rows = read_rows(checkpoint, options.split, options.rows, options.batch_size)
     done = Ablater(checkpoint, rows).ablate([*which, *control], factor, means, _telling("ablations"))
 
@@ -617,7 +617,7 @@ def _checked(options: Any) -> None:
     """Refuses what needs no checkpoint to be refused, and fills in defaults."""
     if options.view not in VIEWS:
         raise UserError(f"{options.view}: allowed: {', '.join(VIEWS)}{did_you_mean(options.view, VIEWS)}")
-    given_factor = options.factor is not None
+    given = {name for name in _DEFAULTS if getattr(options, name) is not None}
     for name, (views, default) in _DEFAULTS.items():
         if getattr(options, name) is None:
             setattr(options, name, default)
@@ -630,15 +630,18 @@ def _checked(options: Any) -> None:
     for name in needed:
         if getattr(options, name) is None:
             raise UserError(f"{options.view}: --{name} TEXT is needed")
-    if options.how != "scale" and given_factor:
-        raise UserError(f"--factor: given {options.factor}, allowed with --how scale")
+    for name, how in (("factor", "scale"), ("reference", "mean")):
+        if name in given and options.how != how:
+            raise UserError(f"--{name}: given {getattr(options, name)}, allowed with --how {how}")
+    if options.view == "ablate" and {"heads", "units"} <= given:
+        raise UserError("--units and --heads: one of the two, --heads is a set that is ablated together")
     if not math.isfinite(options.factor):
         raise UserError(f"--factor: given {options.factor}, allowed: a finite number")
     heads = []
-    for given in options.heads:
-        match = re.fullmatch(r"(\d+)\.(\d+)", given)
+    for text in options.heads:
+        match = re.fullmatch(r"(\d+)\.(\d+)", text)
         if match is None:
-            raise UserError(f"--heads: given {given}, allowed: LAYER.HEAD, e.g. 3.1")
+            raise UserError(f"--heads: given {text}, allowed: LAYER.HEAD, e.g. 3.1")
         heads.append((int(match[1]), int(match[2])))
     options.heads = list(dict.fromkeys(heads))
     options.json = cli.check_file(options.json, "--json") if options.json else None

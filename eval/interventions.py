@@ -92,6 +92,15 @@ class Program:
         return jax.block_until_ready(found) if threads_of_one_cpu(self._mesh) else found
 
 
+def _over(program: Program, rows: Rows, tell: Tell) -> list[Any]:
+    """What a program gives for each batch's inputs, on the host."""
+    parts = []
+    for number, batch in enumerate(rows.batches):
+        parts.append(jax.device_get(program(program.put({name: batch[name] for name in _INPUTS}))))
+        tell(number + 1, len(rows.batches))
+    return parts
+
+
 class Estimate(NamedTuple):
     """Of ratios, each of the same shape [...]: value, bounds of the 95 % interval, standard error.
 
@@ -176,10 +185,7 @@ def profile(checkpoint: Checkpoint, rows: Rows, tell: Tell = lambda done, total:
         return _observed(decoder, batch, observe)
 
     program = Program(checkpoint, run)
-    parts = []
-    for number, batch in enumerate(rows.batches):
-        parts.append(jax.device_get(program(program.put({name: batch[name] for name in _INPUTS}))))
-        tell(number + 1, len(rows.batches))
+    parts = _over(program, rows, tell)
     # [S or L, rows, ...] -> [R, S or L, ...]
     found = {
         name: np.moveaxis(np.concatenate([part[name] for part in parts], axis=1), 1, 0)[rows.there].astype(np.float64)
@@ -275,7 +281,7 @@ def edits_of(case: Case, config: Config, factor: float = 0.0, means: Means | Non
     return Edits(**dict(zip(("head_scale", "head_shift", "output_scale", "output_shift"), single, strict=True)))  # type: ignore[arg-type]
 
 
-def mean_outputs(checkpoint: Checkpoint, rows: Rows) -> Means:
+def mean_outputs(checkpoint: Checkpoint, rows: Rows, tell: Tell = lambda done, total: None) -> Means:
     """Means over the tokens of rows of what heads and sublayers give."""
 
     def run(decoder: Decoder, batch: dict[str, jax.Array]) -> dict[str, jax.Array]:
@@ -290,7 +296,7 @@ def mean_outputs(checkpoint: Checkpoint, rows: Rows) -> Means:
         return _observed(decoder, batch, observe)
 
     program = Program(checkpoint, run)
-    parts = [jax.device_get(program(program.put({name: batch[name] for name in _INPUTS}))) for batch in rows.batches]
+    parts = _over(program, rows, tell)
     tokens = sum(int((batch["segment_ids"] > 0).sum()) for batch in rows.batches)
     heads, outputs = (
         np.asarray(np.sum([part[name] for part in parts], axis=0, dtype=np.float64)) / tokens
