@@ -194,6 +194,9 @@ def _needle_parts(
                     needed = short.needed
                     continue
                 found[part] = {"length": length, "rows": rows}
+                left = COUNTS[len(rows) :] if part == "distractors" else ()
+                if left:
+                    notes.append(f"no {' or '.join(map(str, left))} distractors in {length} tokens (--at)")
                 break
             if rows is None:
                 notes.append(f"no {part} in {tried[-1]} tokens: the sentences alone take up to {needed} (--at)")
@@ -206,7 +209,7 @@ def _distractors(exam: needles.Exam, length: int) -> list[dict[str, Any]]:
 
 
 def _joined(exam: needles.Exam, length: int) -> list[dict[str, Any]]:
-    names = ("joined: number of x, by its y", "direct: number of y")
+    names = ("x, over its link to y", "y itself")
     return [
         {"question": name, **needles.cell(one)} for name, one in zip(names, needles.joined(exam, length), strict=True)
     ]
@@ -262,7 +265,7 @@ def _nats(one: dict[str, float | None], sign: str = "") -> str:
 def _of(loss: dict[str, Any]) -> str:
     if loss["joined"]:
         return f"{loss['documents']} rows of documents joined"
-    return f"{loss['documents']} documents ({loss['rows']} stretches of each)"
+    return f"{loss['documents']} documents, {loss['rows']} row{'s' if loss['rows'] > 1 else ''} of each"
 
 
 def _milliseconds(one: dict[str, Any]) -> str:
@@ -307,11 +310,11 @@ def text(found: dict[str, Any]) -> str:
         )
     for part, title, column in (
         ("distractors", "Distractors", "distractors"),
-        ("joined", "Two needles to be joined", "question"),
+        ("joined", "Two needles to be joined", "number of"),
     ):
         if part in found:
             length, rows = found[part]["length"], found[part]["rows"]
-            lines = [(str(one[column]), *_measured(one)) for one in rows]
+            lines = [(str(next(iter(one.values()))), *_measured(one)) for one in rows]
             table(f"{title}, {length} tokens, {over}", [column, *measured], lines)
     if "loss" in found:
         loss = found["loss"]
@@ -389,7 +392,7 @@ def _draw_needles(found: dict[str, Any], name: str, number: int, folder: Path) -
 
 
 def _draw_losses(losses: Sequence[tuple[str, int, dict[str, Any]]], folder: Path) -> Path:
-    """``losses``: (name, trained length, loss) of each checkpoint: a row each, of the losses and of their differences."""
+    """``losses``: (name, trained length, loss) of each checkpoint; it gets a row: the losses, and their differences."""
     from eval.figures import palette
     from eval.sheet import Sheet
 
@@ -419,8 +422,9 @@ def _draw_losses(losses: Sequence[tuple[str, int, dict[str, Any]]], folder: Path
                     if what != "value" and column == 0 and series is not loss["series"][0]:
                         continue  # as wide as the first one's; what matters is the difference
                     y = np.array([one[measure][what] for one in curve], float)
-                    line = {"width": 1.5} if what == "value" else {"width": 0.7, "alpha": 0.6}
-                    sheet.line(panel, series["scaling"], x, y, looks[series["scaling"]], what=what, **line)
+                    width, alpha = (1.5, 1.0) if what == "value" else (0.7, 0.6)
+                    look = looks[series["scaling"]]
+                    sheet.line(panel, series["scaling"], x, y, look, what=what, width=width, alpha=alpha)
             sheet.panels[panel].axvline(trained, color="#8a8a8a", linewidth=1)
     return sheet.save(folder, folder)
 

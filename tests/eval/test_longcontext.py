@@ -164,6 +164,12 @@ def joiner(rows: Iterable[needles.Row]) -> list[needles.ValueScore]:
     return found
 
 
+def any_number(rows: Iterable[needles.Row]) -> list[needles.ValueScore]:
+    """A model that takes any number of the text for as likely as another."""
+    seen = [BYTES.decode(value) in BYTES.decode(context) for context, value in rows]
+    return [needles.ValueScore(-6.0 if one else -30.0, False) for one in seen]
+
+
 def test_a_joined_question_needs_both_needles():
     joined, direct = needles.joined(exam("text", joiner), 800)
     for one in (joined, direct):
@@ -171,6 +177,10 @@ def test_a_joined_question_needs_both_needles():
     joined, direct = needles.joined(exam("text", copier(QUERY["text"])), 800)
     assert (direct.exact == 1).all() and (direct.gain == 5).all()
     assert (joined.exact == 0).all() and (joined.gain == 0).all()
+    joined, direct = needles.joined(exam("text", any_number), 800)
+    assert (joined.gain == 0).all() and (
+        direct.gain == 4
+    ).all()  # the number is there without the link, not without y's
     with pytest.raises(needles.TooShort) as short:
         needles.joined(exam("text", joiner), 200)
     needles.joined(exam("text", joiner, samples=1), short.value.needed)
@@ -238,10 +248,14 @@ def test_values_are_scored_as_by_the_whole_logits(checkpoint):
         log_p = np.asarray(jax.nn.log_softmax(decoder(ids[None, :-1])[0]))[len(row.context) - 1 :]
         np.testing.assert_allclose(score.log_prob, log_p[range(len(row.value)), row.value].sum(), rtol=1e-5)
         assert score.exact == (log_p.argmax(axis=1) == row.value).all()
-    # What greedy decoding gives is exact.
-    best = needles.Row(rows[0].context, np.asarray(decoder(rows[0].context[None]))[0, -1:].argmax(axis=1))
-    following = np.concatenate([*best, [0, 0]]).astype(np.int32)  # one program for both lengths
-    assert longcontext.ModelScore(checkpoint, 4)([needles.Row(following[:20], following[20:21])])[0].exact
+    # What greedy decoding gives is exact, and nothing else: not with another first or last token.
+    ids = np.concatenate(rows[0])
+    for place in (20, 21, 22):
+        ids[place] = np.asarray(decoder(ids[None, :-1])[0, place - 1]).argmax()
+    others = [
+        needles.Row(ids[:20], ids[20:] + np.array(change, np.int32)) for change in ([0] * 3, [1, 0, 0], [0, 0, 1])
+    ]
+    assert [one.exact for one in longcontext.ModelScore(checkpoint, 4)(others)] == [True, False, False]
 
 
 def test_at_the_trained_length_it_is_the_loss_by_context(checkpoint, tmp_path):
@@ -378,9 +392,9 @@ def test_the_program_tells_writes_and_leaves_the_run_alone(trained, tmp_path, ca
     assert found["lengths"] == [4, 8, 16, 32, 64] and found["trained_length"] == 16
     cells = {(one["length"], one["depth"]) for one in found["retrieval"]}
     assert cells == {(32, 0), (32, 1), (64, 0), (64, 1)}
-    assert [note.split(":")[0] for note in found["notes"]] == [f"no needle in {n} tokens" for n in (4, 8, 16)]
-    assert "64 tokens" not in str(found["notes"])
-    assert [one["distractors"] for one in found["distractors"]["rows"]] == [0, 1, 4]  # 16 are 145 tokens
+    short = [f"no needle in {n} tokens: needle and question alone take up to 17" for n in (4, 8, 16)]
+    assert found["notes"] == [*short, "no 16 distractors in 128 tokens (--at)"]
+    assert [one["distractors"] for one in found["distractors"]["rows"]] == [0, 1, 4]
     assert len(found["joined"]["rows"]) == 2 and found["joined"]["length"] == 128
     assert [series["scaling"] for series in found["loss"]["series"]][:2] == ["none (as trained)", "linear ×4"]
     assert [one["to"] for one in found["loss"]["series"][0]["buckets"]] == [8, 16, 32, 64]
