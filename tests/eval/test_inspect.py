@@ -122,6 +122,9 @@ def test_dead_heads_change_nothing_and_the_one_that_lives_is_found(loaded):
     np.testing.assert_array_equal(means.outputs[0, 0], 0.0)
     joined = np.einsum("hj,hjd->d", means.heads[1], np.asarray(core["out"][1], np.float64))
     np.testing.assert_allclose(means.outputs[1, 0], joined, rtol=1e-4, atol=1e-6)
+    # Padding counts nowhere.
+    padded = rows._replace(batches=[*rows.batches, {name: 0 * array for name, array in rows.batches[0].items()}])
+    np.testing.assert_array_equal(interventions.mean_outputs(checkpoint, padded).heads, means.heads)
 
 
 def test_a_mark_is_for_what_noise_does_not_do():
@@ -185,6 +188,22 @@ def test_a_patch_recovers_what_lies_where_the_prompts_differ(kind, groups):
     assert head.share.shape == (3, 2) and np.all(head.share != 0.0)
 
 
+def test_each_variant_is_one_activation_of_its_row():
+    config = small(model={"layers": 3})
+    variants = [None, (2, 1), (0, 0)]
+    for what, field, places in (
+        ("state", "state_patch", [(2, 2, 1), (0, 3, 0)]),
+        ("attention", "output_patch", [(2, 0, 2, 1), (0, 0, 3, 0)]),
+        ("feed-forward", "output_patch", [(2, 1, 2, 1), (0, 1, 3, 0)]),
+        ("head", "head_patch", [(2, 2, at, 1) for at in range(5)] + [(0, 3, at, 0) for at in range(5)]),
+    ):
+        edits = interventions._patches(variants, what, config, 6, 5)._asdict()
+        assert set(zip(*np.nonzero(edits.pop(field)), strict=True)) == set(places)
+        assert set(edits.values()) == {None}
+    everything = interventions._patches(["all"], "state", config, 6, 5)._asdict()["state_patch"]
+    assert set(zip(*np.nonzero(everything), strict=True)) == {(0, 1, at) for at in range(5)}
+
+
 # Over a mesh ----------------------------------------------------------------------------------------------------------
 
 
@@ -225,6 +244,8 @@ def check_ablation(text: str, found: dict[str, Any]) -> None:
     assert kinds == [*["head"] * 6, *["attention"] * 3, *["feed-forward"] * 3, *["block"] * 3]
     assert len(found["control"]["changes"]) == found["control"]["draws"] == 3 and found["reference_rows"] == 2
     assert all(case["change_low"] <= case["change"] <= case["change_high"] for case in found["cases"])
+    heads = [(case["change"], case["chance"]) for case in found["cases"] if case["kind"] == "head"]
+    assert max(heads)[1] == 1 / 6 and min(heads)[1] == 1.0  # of it and five others
     assert f"loss {found['loss']:.4f}" in text and "3 draws of 2 random head(s)" in text
 
 
