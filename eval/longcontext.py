@@ -22,7 +22,7 @@ import itertools
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -102,12 +102,21 @@ def most_positions(config: Config) -> int | None:
     return config.max_length if config.positions.kind == "learned" else None
 
 
-def evaluate(checkpoint: checkpoints.Checkpoint, options: argparse.Namespace) -> dict[str, Any]:
-    """What is found of a checkpoint, for JSON. Raises UserError for a corpus that cannot be read."""
+class Found(NamedTuple):
+    """What is found of a checkpoint."""
+
+    report: dict[str, Any]  # for JSON
+    samples: dict[str, np.ndarray]  # by measure, one value a sample or document: what pairs checkpoints
+    identity: tuple[str, str]  # of the corpus
+
+
+def evaluate(checkpoint: checkpoints.Checkpoint, options: argparse.Namespace) -> Found:
+    """All parts that are asked for. Raises UserError for a corpus that cannot be read."""
     config = checkpoint.config
     corpus = reach.open_corpus(config, options.split)
     lengths, limit = (options.lengths, None) if options.lengths else default_lengths(config)
     notes = [limit] if limit else []
+    samples: dict[str, np.ndarray] = {}
     progress = Progress()
 
     def tell(what: str) -> Callable[[int], None]:
@@ -131,9 +140,10 @@ def evaluate(checkpoint: checkpoints.Checkpoint, options: argparse.Namespace) ->
             "samples": options.samples,
             "seed": options.seed,
         }
-        found |= _needle_parts(exam, config, lengths, options, notes)
+        found |= _needle_parts(exam, config, lengths, options, notes, samples)
     if "loss" in options.parts:
-        part = _loss_part(checkpoint, corpus, max(lengths), options, tell("tokens of the loss by position"))
+        telling = tell("tokens of the loss by position")
+        part = _loss_part(checkpoint, corpus, max(lengths), options, telling, samples)
         if part is None:
             notes.append(f"no loss by position: the split has fewer than {max(lengths)} tokens")
         else:
@@ -146,7 +156,24 @@ def evaluate(checkpoint: checkpoints.Checkpoint, options: argparse.Namespace) ->
             tell(f"times at {length} tokens")(0)
             ids = corpus.haystack.read((0, 0), length)
             found["cost"].append(clock.measure(ids, min(options.new, length // 2), options.repeats))
-    return found
+    return Found(found, samples, corpus.identity)
+
+
+def difference(found: Found, first: Found) -> list[dict[str, Any]]:
+    """Less the first one's, paired by sample (of the mean over depths) or document; none of other text."""
+    from eval.scoring import mean_interval
+
+    if found.identity != first.identity:
+        return []
+    return [
+        {
+            "measure": measure,
+            "samples": len(values),
+            **dict(zip(("value", "low", "high"), mean_interval(values - first.samples[measure]), strict=True)),
+        }
+        for measure, values in found.samples.items()
+        if measure in first.samples
+    ]
 
 
 def _exam(corpus: reach.Corpus, options: argparse.Namespace, score: needles.Score, prefix: int) -> needles.Exam:
@@ -164,7 +191,12 @@ def _exam(corpus: reach.Corpus, options: argparse.Namespace, score: needles.Scor
 
 
 def _needle_parts(
-    exam: needles.Exam, config: Config, lengths: Sequence[int], options: argparse.Namespace, notes: list[str]
+    exam: needles.Exam,
+    config: Config,
+    lengths: Sequence[int],
+    options: argparse.Namespace,
+    notes: list[str],
+    samples: dict[str, np.ndarray],
 ) -> dict[str, Any]:
     found: dict[str, Any] = {}
     if "needles" in options.parts:
@@ -175,6 +207,8 @@ def _needle_parts(
             except needles.TooShort as short:
                 notes.append(f"no needle in {length} tokens: needle and question alone take up to {short.needed}")
                 continue
+            for measure in ("gain", "first"):
+                samples[f"{measure}, {length} tokens"] = getattr(answers, measure).mean(axis=1)
             for place, depth in enumerate(options.depths):
                 column = needles.Answers(*(part[:, place] for part in answers))
                 found["retrieval"].append({"length": length, "depth": depth, **needles.cell(column)})
@@ -224,6 +258,7 @@ def _loss_part(
     length: int,
     options: argparse.Namespace,
     tell: Callable[[int], None],
+    samples: dict[str, np.ndarray],
 ) -> dict[str, Any] | None:
     rows = reach.loss_rows(corpus, length, options.rows, options.seed)
     if rows is None:
@@ -240,7 +275,11 @@ def _loss_part(
                 "curve": reach.buckets(nll, fine, first, least),
             }
         )
-        first = nll if first is None else first
+        if first is None:
+            first = nll
+            for one in series[0]["buckets"]:
+                label = f"loss, {one['from']}-{one['to']} of {length} tokens"
+                samples[label] = nll[:, one["from"] - 1 : one["to"]].mean(axis=1)
     return {
         "length": length,
         "documents": rows.ids.shape[0],
@@ -331,6 +370,12 @@ def text(found: dict[str, Any]) -> str:
                 )
                 for series in loss["series"]
             ],
+        )
+    if found.get("minus_first"):
+        table(
+            f"Minus {found['first']}, needles as means over depths; paired, 95 %",
+            ["measure", "difference", "samples"],
+            [(one["measure"], _nats(one, "+"), str(one["samples"])) for one in found["minus_first"]],
         )
     if found.get("cost"):
         times = ("first_token_seconds", "step_seconds_median", "step_seconds_p95")
@@ -506,11 +551,20 @@ def main(arguments: Sequence[str]) -> int:
         cli.check_file(options.json, "--json")
     _check_positions(options)
 
-    every = []
+    every: list[dict[str, Any]] = []
+    first: Found | None = None
     for name in options.checkpoint:
         checkpoint = checkpoints.load(name, options.step, average=options.average, changes=changes)
         print(f"{checkpoint.name}: compiling, then reading", file=sys.stderr, flush=True)
-        every.append(evaluate(checkpoint, options))
+        found = evaluate(checkpoint, options)
+        if first is None:
+            first = found
+        else:
+            found.report["first"] = first.report["checkpoint"]
+            found.report["minus_first"] = difference(found, first)
+            if not found.report["minus_first"]:
+                found.report["notes"].append("not compared with the first checkpoint: other text, or nothing to pair")
+        every.append(found.report)
         print(text(every[-1]), end="\n\n" if name != options.checkpoint[-1] else "\n", flush=True)
         del checkpoint
     if options.json:

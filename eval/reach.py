@@ -31,6 +31,7 @@ class Corpus(NamedTuple):
     haystack: Haystack
     tokenizer: Any
     is_text: bool
+    identity: tuple[str, str]  # of tokeniser and text: equal for corpora that give the same rows
 
 
 def open_corpus(config: Config, split: Any) -> Corpus:
@@ -48,7 +49,15 @@ def open_corpus(config: Config, split: Any) -> Corpus:
     is_text = isinstance(source[0], bytes)
     separator = tokenizer.encode("\n\n") if is_text else np.zeros(0, np.int32)
     haystack = Haystack(inner, len(source), separator)
-    return Corpus(lambda number: encode(number).tokens, source.sizes, len(source), haystack, tokenizer, is_text)
+    return Corpus(
+        lambda number: encode(number).tokens,
+        source.sizes,
+        len(source),
+        haystack,
+        tokenizer,
+        is_text,
+        (tokenizer.content_hash, source.fingerprint),
+    )
 
 
 # Rows -----------------------------------------------------------------------------------------------------------------

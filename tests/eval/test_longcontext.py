@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
+import string
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,12 +14,13 @@ import hypothesis.strategies as st
 import jax
 import numpy as np
 import pytest
+import tokenizers
 from hypothesis import given, settings
 
 from eval import checkpoints, longcontext, needles, perplexity, reach
 from mhc import cli
 from mhc.config import PositionsConfig
-from mhc.data.tokenizers import ByteTokenizer
+from mhc.data.tokenizers import ByteTokenizer, JsonTokenizer
 from mhc.monitor.writers import read_json
 from mhc.sharding import make_mesh
 from tests.small import definition, random_params, with_fields
@@ -414,13 +416,34 @@ def test_neither_batch_nor_mesh_matters(trained, tmp_path):
     )
     alone = checkpoints.load(str(trained("mhc")), devices=jax.devices()[:1])
     options = longcontext._parser().parse_args(["--checkpoint", "x", *SMALL, *parts])
-    third = longcontext.evaluate(alone, options)
+    third = longcontext.evaluate(alone, options).report
     for part in ("retrieval", "loss"):
         for found in (other, third):
             a, b = (jax.tree.leaves(tree[part]) for tree in (one, found))
             numbers = [(x, y) for x, y in zip(a, b, strict=True) if not isinstance(x, str)]
             np.testing.assert_allclose(*zip(*numbers, strict=True), rtol=1e-4, atol=1e-5)
     assert [x["cache_bytes"] for x in one["cost"]] == [x["cache_bytes"] for x in third["cost"]]
+
+
+@pytest.mark.slow
+def test_checkpoints_are_compared_sample_by_sample(trained, tmp_path, capsys):
+    parts = ["--parts", "needles", "loss", "--lengths", "32", "--scalings"]
+    first, second, same = report([trained(), trained("hc"), trained()], tmp_path / "found.json", *parts)
+    assert "minus_first" not in first and all(one["value"] == one["low"] == 0 for one in same["minus_first"])
+    gap = {one["measure"]: one for one in second["minus_first"]}
+    assert set(gap) == {
+        "gain, 32 tokens",
+        "first, 32 tokens",
+        *(f"loss, {s} of 32 tokens" for s in ("1-8", "9-16", "17-32")),
+    }
+
+    def gain(found: dict[str, Any]) -> float:
+        return float(np.mean([one["gain"]["value"] for one in found["retrieval"]]))
+
+    np.testing.assert_allclose(gap["gain, 32 tokens"]["value"], gain(second) - gain(first), atol=1e-12)
+    ends = [one["loss"]["series"][0]["buckets"][-1]["loss"]["value"] for one in (first, second)]
+    np.testing.assert_allclose(gap["loss, 17-32 of 32 tokens"]["value"], ends[1] - ends[0], atol=1e-12)
+    assert f"Minus {first['checkpoint']}" in capsys.readouterr().out
 
 
 @pytest.mark.slow
@@ -459,6 +482,57 @@ def test_a_mistake_is_one_line_before_anything_is_loaded(given: list[str], messa
     said = capsys.readouterr()
     (line,) = said.err.splitlines()
     assert left.value.code == 2 and said.out == "" and message in line
+
+
+def test_a_corpus_of_ids_has_needles_of_its_own_ids(tmp_path, checkpoint):
+    (tmp_path / "ids").mkdir()
+    rng = np.random.default_rng(0)
+    for number in range(20):
+        np.save(tmp_path / "ids" / f"{number}.npy", rng.integers(40, 60, 90))
+    source = with_fields(checkpoint.config, data={"source": f"tokens:{tmp_path}/ids/*.npy"})
+    corpus = reach.open_corpus(source, "validation")
+    options = longcontext._parser().parse_args(["--checkpoint", "x"])
+    made = longcontext._exam(corpus, options, copier(5), 0)
+    assert isinstance(made.language, needles.RandomIds)
+    contexts: list[np.ndarray] = []
+
+    def score(rows: Iterable[needles.Row]) -> list[needles.ValueScore]:
+        every = list(rows)
+        contexts.extend(np.concatenate(row) for row in every)
+        return list(copier(5)(every))
+
+    assert needles.retrieval(dataclasses.replace(made, score=score), 60, (0.5,)).exact.all()
+    ids = np.stack(contexts)
+    assert (ids[:, 0] == BYTES.bos_id).all() and set(ids[:, 1:].ravel()) <= set(range(40, 60))
+
+
+@pytest.mark.parametrize("pieces", ["bytes", "spaces"])
+def test_a_question_of_pieces_is_the_beginning_of_its_sentence(pieces: str, tmp_path: Path) -> None:
+    """Under byte-level BPE, and where a space belongs to the word after it; values have as many pieces each."""
+    made = tokenizers.Tokenizer(tokenizers.models.BPE())
+    if pieces == "bytes":
+        made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+        made.decoder = tokenizers.decoders.ByteLevel()
+        alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    else:
+        made.pre_tokenizer, made.decoder = tokenizers.pre_tokenizers.Metaspace(), tokenizers.decoders.Metaspace()
+        alphabet = [*string.printable, "▁"]
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=600, special_tokens=["</s>"], initial_alphabet=alphabet, show_progress=False
+    )
+    numbers = [f"The secret number of a is {n}." for n in range(10_000, 99_999, 97)]
+    made.train_from_iterator(numbers, trainer)
+    made.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = JsonTokenizer(tmp_path / "tokenizer.json")
+    language = needles.Text(tokenizer)
+    rng = np.random.default_rng(0)
+    values = language.values(rng, 30)
+    assert values.shape[0] == 30 and len({row.tobytes() for row in values}) == 30
+    for key, value in zip(language.keys(rng, 30), values, strict=True):
+        fact = language.fact(key, value)
+        text = tokenizer.decode(fact.sentence)
+        assert re.fullmatch(rf" ?\nThe secret number of {key} is +\d{{5}} ?\.\n", text), text
+        assert text.startswith(tokenizer.decode(fact.query))
 
 
 def test_numbers_are_told_apart_or_it_says_so():
