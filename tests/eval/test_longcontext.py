@@ -453,7 +453,13 @@ def test_learned_positions_end_where_their_table_does(trained, tmp_path, capsys)
     assert found["lengths"] == [4, 8, 16, 32]
     assert found["notes"][0] == "no rows of 64 tokens: the learned positions end at 40"
     assert [one["scaling"] for one in found["loss"]["series"]] == ["learned (as trained)"]
-    report([folder], tmp_path / "found.json", "--parts", "cost", "--lengths", "40", "--new", "3")
+    alone = ["--samples", "1", "--rows", "1", "--repeats", "1", "--new", "1", "--out", str(tmp_path / "out")]
+    (found,) = report(
+        [folder], tmp_path / "found.json", "--parts", "needles", "loss", "cost", "--lengths", "40", *alone
+    )
+    assert (
+        found["cost"][0]["steps"] == 1 and found["cost"][0]["step_seconds_p95"]["low"] is None
+    )  # nothing to draw from
     capsys.readouterr()
     with pytest.raises(SystemExit):
         cli.run_main(longcontext.main, ["--checkpoint", str(folder), "--lengths", "41"])
