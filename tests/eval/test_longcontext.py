@@ -385,6 +385,27 @@ def report(runs: Sequence[Path], file: Path, *more: str) -> list[dict[str, Any]]
     return read_json(file)["checkpoints"]
 
 
+def test_a_report_has_what_the_model_scored(checkpoint):
+    """Each cell is what the questions give when they are asked directly; what does not fit is told."""
+    options = longcontext._parser().parse_args(
+        ["--checkpoint", "x", *SMALL, "--parts", "needles", "--lengths", "9", "32"]
+    )
+    found = longcontext.evaluate(checkpoint, options)
+    corpus = reach.open_corpus(checkpoint.config, "validation")
+    score = longcontext.ModelScore(checkpoint, options.batch_size)
+    direct = needles.retrieval(longcontext._exam(corpus, options, score, 0), 32, options.depths)
+    assert np.abs(direct.gain).min() > 0
+    for place, cell in enumerate(found.report["retrieval"]):
+        assert (cell["length"], cell["depth"], cell["samples"]) == (32, options.depths[place], 3)
+        for measure in ("exact", "first", "gain"):
+            np.testing.assert_allclose(cell[measure]["value"], getattr(direct, measure)[:, place].mean(), rtol=1e-6)
+    assert found.report["notes"] == ["no needle in 9 tokens: needle and question alone take up to 17"]
+    lines = longcontext.text(found.report).splitlines()
+    assert sum(line.startswith("32 ") for line in lines) == 4 and lines[-1].startswith("note: no needle in 9 tokens")
+    assert {one["value"] for one in longcontext.difference(found, found)} == {0.0}
+    assert longcontext.difference(found, found._replace(identity=("bytes", "other text"))) == []
+
+
 @pytest.mark.slow
 def test_the_program_tells_writes_and_leaves_the_run_alone(trained, tmp_path, capsys):
     folder, out = trained(), tmp_path / "out"
