@@ -127,7 +127,7 @@ def _check_bucket(bucket: str) -> None:
 
 
 @contextlib.contextmanager
-def _plainly(place: Folder) -> Iterator[None]:
+def plainly(place: Folder | str) -> Iterator[None]:
     """Says in a UserError's line that the store forbids something."""
     try:
         yield
@@ -144,7 +144,7 @@ def read(file: Folder) -> bytes | None:
     if isinstance(file, Path):
         return file.read_bytes() if file.is_file() else None
     check(file)
-    with _plainly(file):
+    with plainly(file):
         try:
             return file.read_bytes()
         except FileNotFoundError:
@@ -360,7 +360,7 @@ class Mirror(Home):
             "started": datetime.now(UTC).isoformat(timespec="seconds"),
             "beat": 0,
         }
-        with _plainly(self.place):
+        with plainly(self.place):
             self._sign()
 
     def _sign(self) -> None:

@@ -1,60 +1,57 @@
 """Sources over the user's own files: ``text:<glob>`` and ``tokens:<glob>``.
 
-Documents. In a ``.jsonl`` file a line is a document. Any other text file is one document, and so is a token file unless
-``data.end_token`` cuts it; but what is longer than a block is cut into blocks, since a corpus of one or of few files
-could otherwise not be held out in part. Blocks are treated as documents, save that only a file's last one ends with
-eos. A block is 64 KiB (32 Ki tokens), with few files 1/1024 of the corpus if that is less, but not below 8 sequences;
-text is cut at the end of a paragraph, or else of a line. (For training, documents are cut further, see
-`mhc.data.packing.Pieces`.)
+Documents. In a ``.jsonl`` file a line is a document, in a ``.parquet`` file a row is. Any other text file is one
+document, and so is a token file unless ``data.end_token`` cuts it; but what is longer than a block is cut into blocks,
+since a corpus of one or of few files could otherwise not be held out in part. Blocks are treated as documents, save
+that only a file's last one ends with eos. A block is 64 KiB (32 Ki tokens), with few files 1/1024 of the corpus if that
+is less, but not below 8 sequences; text is cut at the end of a paragraph, or else of a line. (For training, documents
+are cut further, see `mhc.data.packing.Pieces`.)
 
 Held out. With ``2 / data.holdout`` files or more, whole files are held out, by a hash of their path below the glob's
 fixed part; with fewer, documents are, by a hash of that path and their number. Moving the corpus keeps the split.
 
 Files are read once from end to end before training, to find the documents and what is wrong with them. Beyond 64 MiB
-the result is kept in the cache directory; ``.gz`` files are unpacked there, since they cannot be read at random.
+the result is kept in the cache directory. What cannot be read at random where it lies is copied there, see
+`mhc.data.places`.
 """
 
 from __future__ import annotations
 
 import array
+import copy
 import dataclasses
 import functools
-import glob
-import gzip
 import hashlib
 import json
 import math
 import mmap
-import os
-import shutil
-import tempfile
-import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
 from mhc.config import DataConfig
+from mhc.data.places import Place, cache_directory, is_lines, match, plain, replacing, stem
 from mhc.errors import UserError
 
-_NOT_TEXT = (".json", ".parquet", ".arrow", ".npy", ".npz", ".bin", ".zip", ".zst", ".xz", ".bz2", ".tar")
+_NOT_TEXT = (".json", ".parquet", ".arrow", ".npy", ".npz", ".bin", ".zip", ".xz", ".bz2", ".tar")
 _CACHED_FROM = 64 << 20  # bytes
 _INDEX_FORMAT = 1
 
 
 @dataclasses.dataclass(frozen=True)
-class _Index:
+class Index:
     """Where the documents of a corpus are."""
 
     owner: np.ndarray  # int32[n]: number of the file, in the order of the names
     start: np.ndarray  # int64[n]: first byte (text) or token (tokens)
     stop: np.ndarray  # int64[n]
-    number: np.ndarray  # int64[n]: line of a jsonl file, from 1; otherwise number within the file, from 0
+    number: np.ndarray  # int64[n]: line of a jsonl file, or row of a parquet one, from 1; else number, from 0
     ends: np.ndarray  # bool[n]: False for a block that another follows
 
-    def __getitem__(self, wanted: np.ndarray) -> _Index:
-        return _Index(*(getattr(self, field.name)[wanted] for field in dataclasses.fields(self)))
+    def __getitem__(self, wanted: np.ndarray | slice) -> Index:
+        return Index(*(getattr(self, field.name)[wanted] for field in dataclasses.fields(self)))
 
 
 class _Files:
@@ -67,36 +64,43 @@ class _Files:
         """Args: the pattern behind the colon; ``whole``: ignore the split and take every document."""
         self._data = data
         self.label = f"{self.kind}:{pattern}"
-        self._paths, self._names = _match(self.kind, pattern)
-        self._plain = [self._unpack(path) for path in self._paths]
+        self.places = match(self.kind, pattern)
+        self.names = [place.name for place in self.places]
+        self._plain = [self._local(place) for place in self.places]
         sizes = [path.stat().st_size for path in self._plain]
         index = self._load_index(sizes)
         if not len(index.start):
-            raise UserError(f"{self.label} is empty: {len(self._paths)} file(s) without any {self.unit}")
+            raise UserError(f"{self.label} is empty: {len(self.places)} file(s) without any {self.unit}")
         if not whole:
-            index = _take_split(index, self._names, data.holdout, split, self.label)
-        self._index = index
-        described = [self.label.partition(":")[0], split, whole, self._names, sizes, *self._settings(sizes)]
+            index = take_split(index, self.names, data.holdout, split, self.label)
+        self.index = index
+        described = [self.label.partition(":")[0], split, whole, self.names, sizes, *self._settings(sizes)]
         self.fingerprint = hashlib.sha256(json.dumps(described).encode()).hexdigest()[:16]
 
     def __len__(self) -> int:
-        return len(self._index.start)
+        return len(self.index.start)
 
     @property
     def sizes(self) -> np.ndarray:
         """int64[n]: bytes or tokens of each document (of a jsonl line: of the line)."""
-        return self._index.stop - self._index.start
+        return self.index.stop - self.index.start
+
+    def part(self, start: int, stop: int) -> Self:
+        """Documents start to stop of these: small to send to another process."""
+        made = copy.copy(self)
+        made.index = self.index[slice(start, stop)]
+        return made
 
     def ends(self, index: int) -> bool:
         """Whether document i is more than a block of one that goes on."""
-        return bool(self._index.ends[index])
+        return bool(self.index.ends[index])
 
-    def _index_of(self, table: np.ndarray) -> _Index:
+    def _index_of(self, table: np.ndarray) -> Index:
         """Args: table: int64[n, 4]: file, start, stop, number."""
         file = table[:, 0].astype(np.int32)
         follows = np.append(file[1:] == file[:-1], False) if len(file) else np.zeros(0, bool)
-        blocks = np.array([self._in_blocks(number) for number in range(len(self._names))], bool)
-        return _Index(file, table[:, 1], table[:, 2], table[:, 3], ~(follows & blocks[file]))
+        blocks = np.array([self._in_blocks(number) for number in range(len(self.names))], bool)
+        return Index(file, table[:, 1], table[:, 2], table[:, 3], ~(follows & blocks[file]))
 
     def _in_blocks(self, file: int) -> bool:
         """Whether the documents of a file are blocks of one."""
@@ -106,8 +110,8 @@ class _Files:
         """What besides the files decides the index."""
         raise NotImplementedError
 
-    def _unpack(self, path: Path) -> Path:
-        return path
+    def _local(self, place: Place) -> Path:
+        return plain(place, self._data)
 
     def _scan(self, file: int, block: int) -> Iterator[tuple[int, int, int]]:
         """(start, stop, number) of each document of a file; raises UserError for what is wrong with it."""
@@ -116,7 +120,7 @@ class _Files:
     def _block(self, sizes: list[int]) -> int:
         raise NotImplementedError
 
-    def _load_index(self, sizes: list[int]) -> _Index:
+    def _load_index(self, sizes: list[int]) -> Index:
         total = sum(sizes)
         described = [
             _INDEX_FORMAT,
@@ -128,7 +132,7 @@ class _Files:
         kept = cache_directory(self._data) / "index" / f"{key}.npz"
         if total >= _CACHED_FROM and kept.exists():
             with np.load(kept) as arrays:
-                return _Index(**{field.name: arrays[field.name] for field in dataclasses.fields(_Index)})
+                return Index(**{field.name: arrays[field.name] for field in dataclasses.fields(Index)})
         block = self._block(sizes)
         flat = array.array("q")  # 32 bytes a document, where a list of tuples takes ten times that
         for file in range(len(self._plain)):
@@ -137,44 +141,48 @@ class _Files:
         table = np.array(flat, np.int64).reshape(-1, 4)
         index = self._index_of(table)
         if total >= _CACHED_FROM:
-            with _replacing(kept) as temporary, open(temporary, "wb") as output:
+            with replacing(kept) as temporary, open(temporary, "wb") as output:
                 np.savez(output, **dataclasses.asdict(index))
         return index
 
 
 class TextFiles(_Files):
-    """``text:<glob>``: plain text, or ``.jsonl`` with ``data.field``; each also as ``.gz``.
+    """``text:<glob>``: plain text or ``.jsonl``, each also as ``.gz`` or ``.zst``, or ``.parquet``.
 
     ``source[i]`` is the UTF-8 bytes of document i.
 
-    Raises UserError (at opening) for a pattern that matches nothing, an unreadable file or gzip stream, bytes that are
-    not UTF-8, a jsonl line that is not an object with the field, and a corpus without text.
+    Raises UserError (at opening) for a pattern that matches nothing, an unreadable or broken file, bytes that are not
+    UTF-8, a line or row that is not an object with the field, and a corpus without text.
     """
 
     kind = "text"
     unit = "text"
 
     def __getitem__(self, index: int) -> bytes:
-        file, start, stop = (int(column[index]) for column in (self._index.owner, self._index.start, self._index.stop))
+        file, start, stop = (int(column[index]) for column in (self.index.owner, self.index.start, self.index.stop))
         with open(self._plain[file], "rb") as handle:
             handle.seek(start)
             content = handle.read(stop - start)
         if not self._is_lines(file):
             return content
-        return self._text_of_line(file, int(self._index.number[index]), content).encode()
+        return self._text_of_line(file, int(self.index.number[index]), content).encode()
 
     def name(self, index: int) -> str:
-        """File and line (jsonl) or file and bytes."""
-        file = int(self._index.owner[index])
+        """File and line (jsonl), row (parquet; from 0) or bytes."""
+        file = int(self.index.owner[index])
         if self._is_lines(file):
-            return f"{self._paths[file]}, line {self._index.number[index]}"
-        return f"{self._paths[file]}, bytes {self._index.start[index]}–{self._index.stop[index]}"
+            return self._line(file, int(self.index.number[index]))
+        return f"{self.places[file]}, bytes {self.index.start[index]}–{self.index.stop[index]}"
 
     def _in_blocks(self, file: int) -> bool:
         return not self._is_lines(file)
 
     def _is_lines(self, file: int) -> bool:
-        return self._names[file].removesuffix(".gz").endswith(".jsonl")
+        return is_lines(self.names[file])
+
+    def _line(self, file: int, number: int) -> str:
+        place = self.places[file]
+        return f"{place}, row {number - 1}" if place.name.endswith(".parquet") else f"{place}, line {number}"
 
     def _settings(self, sizes: list[int]) -> list[Any]:
         return [self._data.field, self._block(sizes)]
@@ -182,21 +190,13 @@ class TextFiles(_Files):
     def _block(self, sizes: list[int]) -> int:
         return _block_size(self._data, sizes, sum(sizes), 64 << 10)
 
-    def _unpack(self, path: Path) -> Path:
-        if path.name.removesuffix(".gz").endswith(_NOT_TEXT):
-            raise UserError(f"{path} is not a text file; text: reads plain text and .jsonl, each also as .gz")
-        if path.suffix != ".gz":
-            return path
-        state = path.stat()
-        key = hashlib.sha256(json.dumps([str(path.resolve()), state.st_size, state.st_mtime_ns]).encode()).hexdigest()
-        plain = cache_directory(self._data) / "unpacked" / key[:24]
-        if not plain.exists():
-            try:
-                with _replacing(plain) as temporary, gzip.open(path) as packed, open(temporary, "wb") as file:
-                    shutil.copyfileobj(packed, file, 1 << 20)
-            except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-                raise UserError(f"{path} is not a readable gzip file: {error}") from None
-        return plain
+    def _local(self, place: Place) -> Path:
+        inner = stem(place.name)
+        if inner.endswith(_NOT_TEXT) and not place.name.endswith(".parquet"):
+            raise UserError(
+                f"{place} is not a text file; text: reads plain text and .jsonl, each also as .gz or .zst, and .parquet"
+            )
+        return plain(place, self._data)
 
     def _scan(self, file: int, block: int) -> Iterator[tuple[int, int, int]]:
         with (
@@ -222,7 +222,7 @@ class TextFiles(_Files):
             start = stop + 1
 
     def _text_of_line(self, file: int, number: int, line: bytes, start: int = 0) -> str:
-        place = f"{self._paths[file]}, line {number}"
+        place = self._line(file, number)
         try:
             value = json.loads(line.decode())
         except UnicodeDecodeError as error:
@@ -251,7 +251,7 @@ class TextFiles(_Files):
             try:
                 text = piece.decode()
             except UnicodeDecodeError as error:
-                place = f"{self._paths[file]}, byte {start + error.start}"
+                place = f"{self.places[file]}, byte {start + error.start}"
                 raise UserError(f"{place}: not UTF-8 ({piece[error.start]:#04x}: {error.reason})") from None
             if not text.isspace():
                 yield start, stop, number
@@ -260,7 +260,8 @@ class TextFiles(_Files):
 
 
 class TokenFiles(_Files):
-    """``tokens:<glob>``: ``.npy`` files (one axis, any integer type), or raw ``.bin`` files of ``data.token_dtype``.
+    """``tokens:<glob>``: ``.npy`` files (one axis, any integer type), or raw ``.bin`` files of ``data.token_dtype``;
+    each also as ``.gz`` or ``.zst``.
 
     ``source[i]`` is document i: int64[n] ids, without the ``data.end_token`` that ends it. Files are memory-mapped.
 
@@ -272,27 +273,25 @@ class TokenFiles(_Files):
     unit = "token"
 
     def __getitem__(self, index: int) -> np.ndarray:
-        file, start, stop = (int(column[index]) for column in (self._index.owner, self._index.start, self._index.stop))
+        file, start, stop = (int(column[index]) for column in (self.index.owner, self.index.start, self.index.stop))
         return np.asarray(self._array(file)[start:stop], np.int64)
 
     def name(self, index: int) -> str:
         """File and tokens."""
-        return (
-            f"{self._paths[int(self._index.owner[index])]}, tokens {self._index.start[index]}–{self._index.stop[index]}"
-        )
+        return f"{self.places[int(self.index.owner[index])]}, tokens {self.index.start[index]}–{self.index.stop[index]}"
 
     def check_vocabulary(self, size: int) -> None:
         """Raises UserError for the first id that is not in 0 ≤ id < size, whatever its split."""
-        for file, path in enumerate(self._plain):
-            if not path.stat().st_size:
+        for file, place in enumerate(self.places):
+            if not self._plain[file].stat().st_size:
                 continue
             tokens = self._array(file)
             for start in range(0, len(tokens), 1 << 24):
                 chunk = tokens[start : start + (1 << 24)]
                 if len(chunk) and (int(chunk.max()) >= size or int(chunk.min()) < 0):
-                    place = int(np.flatnonzero((chunk >= size) | (chunk < 0))[0])
+                    first = int(np.flatnonzero((chunk >= size) | (chunk < 0))[0])
                     raise UserError(
-                        f"{path}, token {start + place}: id {int(chunk[place])} is not of 0 to {size - 1}, the ids "
+                        f"{place}, token {start + first}: id {int(chunk[first])} is not of 0 to {size - 1}, the ids "
                         f"(data.tokenizer={self._data.tokenizer})"
                     )
 
@@ -300,7 +299,7 @@ class TokenFiles(_Files):
         return self._data.end_token is None
 
     def _array(self, file: int) -> np.ndarray:
-        return _open_tokens(self._plain[file], self._data.token_dtype)
+        return _open_tokens(self._plain[file], self._data.token_dtype, str(self.places[file]))
 
     def _settings(self, sizes: list[int]) -> list[Any]:
         return [self._data.end_token, self._data.token_dtype, self._block(sizes)]
@@ -346,54 +345,6 @@ def piece_size(data: DataConfig) -> int:
     return 8 * data.sequence_length * bytes_per_token
 
 
-def cache_directory(data: DataConfig) -> Path:
-    """``data.cache_dir``, else ``$MHC_CACHE``, else ``~/.cache/mhc``; not created."""
-    return Path(data.cache_dir or os.environ.get("MHC_CACHE") or "~/.cache/mhc").expanduser()
-
-
-class _replacing:
-    """A temporary file beside ``path`` that takes its place when the block ends well: readers never see half a file."""
-
-    def __init__(self, path: Path):
-        self._path = path
-
-    def __enter__(self) -> str:
-        try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            handle, self._temporary = tempfile.mkstemp(dir=self._path.parent, prefix=".part-")
-        except OSError as error:
-            raise UserError(f"data.cache_dir: cannot write to {self._path.parent}: {error.strerror}") from None
-        os.close(handle)
-        return self._temporary
-
-    def __exit__(self, kind: Any, *_: Any) -> None:
-        if kind is None:
-            os.replace(self._temporary, self._path)
-        else:
-            os.unlink(self._temporary)
-
-
-def _match(kind: str, pattern: str) -> tuple[list[Path], list[str]]:
-    """The files that a pattern matches, sorted, and their paths below the pattern's fixed part."""
-    expanded = os.path.expanduser(pattern)
-    fixed = expanded
-    while glob.has_magic(fixed):
-        fixed = os.path.dirname(fixed)
-    base = fixed if fixed != expanded else os.path.dirname(fixed)
-    paths = [expanded] if os.path.exists(expanded) else sorted(glob.glob(expanded, recursive=True))
-    files = [Path(path) for path in paths if os.path.isfile(path)]
-    if not files:
-        if os.path.isdir(expanded):
-            raise UserError(
-                f"{kind}:{pattern} is a directory; name its files, as in {kind}:{pattern.rstrip('/')}/**/*.txt"
-            )
-        raise UserError(f"{kind}:{pattern} matches no file")
-    for path in files:
-        if not os.access(path, os.R_OK):
-            raise UserError(f"{path} cannot be read: permission denied")
-    return files, [os.path.relpath(path, base or ".") for path in files]
-
-
 def _cut(content: mmap.mmap, start: int, block: int) -> int:
     """Where the block that opens at ``start`` ends: after a paragraph, a line, or at worst a character."""
     if len(content) - start <= block + block // 2:
@@ -410,39 +361,50 @@ def _cut(content: mmap.mmap, start: int, block: int) -> int:
 
 
 @functools.lru_cache(maxsize=64)  # a map holds a file descriptor, of which a process has about a thousand
-def _open_tokens(path: Path, token_dtype: str) -> np.ndarray:
+def _open_tokens(path: Path, token_dtype: str, shown: str) -> np.ndarray:
     if path.suffix == ".npy":
         try:
             tokens = np.load(path, mmap_mode="r", allow_pickle=False)
         except (ValueError, OSError, EOFError) as error:
-            raise UserError(f"{path} is not a readable .npy file: {str(error).splitlines()[0]}") from None
+            raise UserError(f"{shown} is not a readable .npy file: {str(error).splitlines()[0]}") from None
         if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
-            raise UserError(f"{path}: wanted one axis of integers, found shape {tokens.shape} of {tokens.dtype}")
+            raise UserError(f"{shown}: wanted one axis of integers, found shape {tokens.shape} of {tokens.dtype}")
         return tokens
     if path.suffix != ".bin":
-        raise UserError(f"{path}: tokens: reads .npy and .bin files, not {path.suffix or 'files without an ending'}")
+        raise UserError(f"{shown}: tokens: reads .npy and .bin files, not {path.suffix or 'files without an ending'}")
     item, size = np.dtype(token_dtype).itemsize, path.stat().st_size
     if size % item:
-        raise UserError(f"{path}: {size} bytes are no multiple of the {item} of data.token_dtype={token_dtype}")
+        raise UserError(f"{shown}: {size} bytes are no multiple of the {item} of data.token_dtype={token_dtype}")
     return np.memmap(path, token_dtype, mode="r")
 
 
-def _take_split(index: _Index, names: list[str], holdout: float, split: str, label: str) -> _Index:
+def take_split(index: Index, names: list[str], holdout: float, split: str, label: str) -> Index:
     """The documents of a split; each split has at least one, or UserError."""
-    seeds = np.array([_hash(name) for name in names], np.uint64)
-    score = seeds[index.owner]
-    if not _by_file(len(np.unique(index.owner)), holdout):
-        score = _mix(score + index.number.astype(np.uint64))
-    held = score < np.uint64(holdout * 2**64) if holdout < 1 else np.ones(len(score), bool)
-    if holdout > 0 and not held.any():
-        held = score == score.min()
+    held = held_out(index.owner, index.number, names, holdout)
     wanted = held if split == "validation" else ~held
     if not wanted.any():
         raise UserError(
-            f"{label}: nothing is left for {split} of {len(score)} document(s) at data.holdout={holdout}; "
+            f"{label}: nothing is left for {split} of {len(held)} document(s) at data.holdout={holdout}; "
             "change data.holdout or name another corpus in data.validation"
         )
     return index[wanted]
+
+
+def held_out(owner: np.ndarray, number: np.ndarray, names: list[str], holdout: float) -> np.ndarray:
+    """bool[n]: which documents of a corpus are held out, see the module's docstring; at least one unless holdout is 0.
+
+    Args:
+      owner, number: as in `Index`, of all documents.
+      names: of the files, below the pattern's fixed part.
+    """
+    seeds = np.array([_hash(name) for name in names], np.uint64)
+    score = seeds[owner]
+    if not _by_file(len(np.unique(owner)), holdout):
+        score = _mix(score + number.astype(np.uint64))
+    held = score < np.uint64(holdout * 2**64)
+    if holdout > 0 and not held.any():
+        held = score == score.min()
+    return held
 
 
 def hold_out(count: int, holdout: float, name: str) -> np.ndarray:

@@ -17,7 +17,8 @@ import numpy as np
 
 from mhc.config import DataConfig
 from mhc.data import stdlib, tokenizers
-from mhc.data.files import TextFiles, TokenFiles, cache_directory, hold_out
+from mhc.data.files import TextFiles, TokenFiles, hold_out
+from mhc.data.places import cache_directory
 from mhc.errors import UserError
 
 Split = Literal["train", "validation"]

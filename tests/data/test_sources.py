@@ -228,7 +228,7 @@ MISTAKES: dict[str, tuple[Callable[[Path], str] | str, str]] = {
     "surrogate": (jsonl(GOOD + b'{"text": "\\ud800"}\n'), "a.jsonl, line 2: field 'text' has an unpaired surrogate"),
     "no gzip": (file("a.txt.gz", b"plain"), "a.txt.gz is not a readable gzip file: Not a gzipped file"),
     "broken gzip": (file("a.txt.gz", gzip.compress(b"abc" * 999)[:-12]), "a.txt.gz is not a readable gzip file: "),
-    "no text file": (file("a.parquet", b"PAR1"), "a.parquet is not a text file; text: reads plain text and .jsonl"),
+    "no text file": (file("a.arrow", b"ARROW"), "a.arrow is not a text file; text: reads plain text and .jsonl"),
     "token too large": (
         npy(np.array([5] * 300 + [258])),
         "a.npy, token 300: id 258 is not of 0 to 257, the ids",
