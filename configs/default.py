@@ -187,6 +187,11 @@ def get_config() -> ConfigDict:
     guard.residual_rms = 1e3  # alarm: root mean square of the residual stream
     guard.attention_logit = 100.0  # alarm: largest attention logit
 
+    config.watchdog = watchdog = ConfigDict()
+    watchdog.seconds = 600.0  # without progress, until all threads' stacks go to train.log and stderr; 0: off
+    watchdog.compile_seconds = 3600.0  # the same while a program is compiled, if longer
+    watchdog.abort = False  # end the run then, with exit code 5; False: report it and wait
+
     config.mesh = mesh = ConfigDict()
     mesh.data = -1  # devices along the data axis; -1: those that the other axes leave
     mesh.fsdp = 1  # devices along which parameters are split

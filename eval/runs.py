@@ -26,7 +26,16 @@ DIRECTIONS = ("forward", "backward")
 RATE = "optimizer.lr"
 SEEDS = ("seed.init", "seed.data")
 # Fields (ending in a dot: groups) that change neither what is trained nor on what.
-IMMATERIAL = ("checkpoint.", "validation.", "monitor.", "mesh.", "distributed.", "data.prefetch", "data.cache_dir")
+IMMATERIAL = (
+    "checkpoint.",
+    "validation.",
+    "monitor.",
+    "watchdog.",
+    "mesh.",
+    "distributed.",
+    "data.prefetch",
+    "data.cache_dir",
+)
 KIND_ORDER = ("plain", "hc", "mhc")  # these first, any other kind after them by name
 
 

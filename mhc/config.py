@@ -458,6 +458,17 @@ class GuardConfig(_Group, group="guard"):
 
 
 @dataclasses.dataclass(frozen=True)
+class WatchdogConfig(_Group, group="watchdog"):
+    """When a run that does not get on is reported."""
+
+    seconds: float = _field(
+        600.0, "without progress, until all threads' stacks go to train.log and stderr; 0: off", low=0
+    )
+    compile_seconds: float = _field(3600.0, "the same while a program is compiled, if longer", low=0)
+    abort: bool = _field(False, "end the run then, with exit code 5; False: report it and wait")
+
+
+@dataclasses.dataclass(frozen=True)
 class MeshConfig(_Group, group="mesh"):
     """Devices along each axis; the batch is split over data, fsdp and expert."""
 
@@ -513,6 +524,7 @@ class Config:
     checkpoint: CheckpointConfig = CheckpointConfig()
     monitor: MonitorConfig = MonitorConfig()
     guard: GuardConfig = GuardConfig()
+    watchdog: WatchdogConfig = WatchdogConfig()
     mesh: MeshConfig = MeshConfig()
     distributed: DistributedConfig = DistributedConfig()
     seed: SeedConfig = SeedConfig()
@@ -618,6 +630,7 @@ RESUMABLE = (
     "monitor.tensorboard",
     "monitor.wandb",
     "monitor.progress_every",
+    "watchdog.",
     "mesh.",
     "distributed.",
     "data.prefetch",
@@ -824,6 +837,8 @@ def _check_batch(config: Config) -> None:
     if config.train.init_from is None:
         _only_with(config.train, ("init_optimizer",), "without train.init_from")
     _check_distributed(config.distributed)
+    if not config.watchdog.seconds:
+        _only_with(config.watchdog, ("abort",), "with watchdog.seconds=0: nothing is watched")
     size, parts, mesh = config.train.batch_size, config.train.accumulation, config.mesh
     if size % parts:
         _refuse("train.accumulation", parts, f"a divisor of train.batch_size={size}")

@@ -37,7 +37,16 @@ log = logging.getLogger(__name__)
 Folder: TypeAlias = "Path | epath.Path"  # a local path, or one in a store with (most of) pathlib's methods
 
 # What reads a run reads these, beside its checkpoints.
-FILES = ("config.json", "metrics.jsonl", "probes.jsonl", "events.jsonl", "summary.json", "wandb/id")
+FILES = (
+    "config.json",
+    "run.json",
+    "metrics.jsonl",
+    "probes.jsonl",
+    "events.jsonl",
+    "train.log",
+    "summary.json",
+    "wandb/id",
+)
 OWNER = "owner.json"  # who trains in the folder
 LAST = "summary.json"  # copied after everything else: where it says "finished", all of the run is there
 

@@ -15,10 +15,9 @@ from mhc.remote import Folder
 from mhc.sharding import make_mesh
 from mhc.train import run as runs
 from mhc.train.checkpoint import Checkpoints
+from mhc.train.record import CLOCK
 from mhc.train.step import Trainer
 from tests.small import assert_identical
-
-CLOCK = ("seconds", "tokens_per_second", "mfu")  # of a metrics line: what the clock says
 
 
 def write_corpus(folder: Path) -> str:
@@ -100,7 +99,7 @@ def assert_equal_runs(run: Path, reference: Path, devices: int = 1) -> None:
     assert_identical(state, expected_state)
     summaries = [json.loads((folder / "summary.json").read_text()) for folder in (run, reference)]
     for summary in summaries:
-        for name in ("seconds", "tokens_per_second"):
+        for name in ("seconds", "tokens_per_second", "goodput"):
             assert summary.pop(name) > 0
     assert summaries[0] == summaries[1]
 

@@ -64,12 +64,21 @@ class JsonlWriter:
 
     def write(self, record: Record) -> None:
         """Append one record. Raises TypeError for a value that has no JSON form."""
-        line = json.dumps(jsonable(record), allow_nan=False, separators=(",", ":"), ensure_ascii=False)
-        self._file.write(line.encode() + b"\n")
+        self._file.write(_line(record))
 
     def close(self) -> None:
         """Close the file."""
         self._file.close()
+
+
+def append_jsonl(path: str | os.PathLike[str], record: Record) -> None:
+    """Append one record to a file that a :class:`JsonlWriter`, of this process or another, may have open."""
+    with Path(path).open("ab", buffering=0) as file:
+        file.write(_line(record))
+
+
+def _line(record: Record) -> bytes:
+    return json.dumps(jsonable(record), allow_nan=False, separators=(",", ":"), ensure_ascii=False).encode() + b"\n"
 
 
 def repair(path: str | os.PathLike[str], last_step: int | None = None) -> int:
@@ -293,7 +302,12 @@ class Progress:
         label: put before the line, to tell runs apart.
         stream: where to; default stderr.
         clock: seconds, monotonic.
+
+    Attributes:
+        log: takes every line that is printed, as where the stream is no terminal; None: nothing does.
     """
+
+    log: Callable[[str], None] | None = None
 
     def __init__(
         self,
@@ -324,20 +338,25 @@ class Progress:
         if validated:
             self._bits_per_byte = float(record["val_bits_per_byte"])
         last = step >= self._total
+        due = last or validated or step % self._every == 0
         if self._tty:
             if last or validated or now - self._shown >= 0.1:
                 self._stream.write(f"\r{self._line(record, step, now)}\x1b[K")
                 self._stream.flush()
                 self._shown, self._open = now, True
-        elif last or validated or step % self._every == 0:
+        elif due:
             self._stream.write(self._line(record, step, now) + "\n")
             self._stream.flush()
+        if due and self.log is not None:
+            self.log(self._line(record, step, now))
 
     def note(self, text: str) -> None:
         """Print a line of its own (an event), without tearing the progress line."""
         self._end_line()
         self._stream.write(text + "\n")
         self._stream.flush()
+        if self.log is not None:
+            self.log(text)
 
     def close(self) -> None:
         """End the line on a terminal."""

@@ -31,6 +31,24 @@ from mhc.monitor.writers import (
 HISTORY = 32  # steps that an event carries
 BEFORE = 8  # a gradient norm flagged so many steps before the loss counts as having come first
 FILES = ("metrics", "probes", "events")
+SPREAD = 128  # steps that seconds_p50 and seconds_p95 are taken over
+# Keys of a metrics line that the clock and the machine decide: two runs of the same numbers differ in them.
+CLOCK = (
+    "seconds",
+    "tokens_per_second",
+    "mfu",
+    "data_wait",
+    "compile_seconds",
+    "checkpoint_seconds",
+    "validation_seconds",
+    "probe_seconds",
+    "seconds_p50",
+    "seconds_p95",
+    "wall_seconds",
+    "goodput",
+    "memory_bytes",
+    "memory_peak_bytes",
+)
 
 
 class Alarm(NamedTuple):
@@ -87,6 +105,11 @@ class Record:
             for name in ("loss", "grad_norm")
         )
         self._recent = collections.deque(records, HISTORY)
+        self._durations = collections.deque(map(_alone, records[-SPREAD:]), SPREAD)
+        # A step whose update was left out is no progress; those that a rewind or a crash undid have no line.
+        applied = zip(records, [{"skipped": 0}, *records], strict=False)
+        self._counted = sum(_alone(record) for record, before in applied if record["skipped"] == before["skipped"])
+        self._skipped = records[-1]["skipped"] if records else 0
         for record in records:
             if "val_loss" in record:
                 self.validation = {name: record[name] for name in ("val_loss", "val_bits_per_byte")}
@@ -108,13 +131,16 @@ class Record:
         tokens: int,
         seconds: float,
         mfu: float | None,
+        spent: Mapping[str, float | int | None],
         validation: Mapping[str, float] | None,
     ) -> Alarm | None:
         """Write a step's line.
 
         Args:
-          values: the train step's metrics, on the host. tokens: target tokens so far. validation: what was measured
-          after it.
+          values: the train step's metrics, on the host. tokens: target tokens so far. seconds: that the step took, with
+          what was compiled for it. spent: where else time and memory went: data_wait, compile_seconds,
+          checkpoint_seconds, validation_seconds, probe_seconds, recompilations, wall_seconds, memory_bytes,
+          memory_peak_bytes. validation: what was measured after it.
 
         Returns:
           An alarm where loss or gradient norm is flagged.
@@ -140,12 +166,20 @@ class Record:
             "seconds": seconds,
             "tokens_per_second": train.batch_size * self.config.data.sequence_length / seconds,
             "mfu": mfu,
+            **spent,
             "z_loss": None if math.isnan(z_loss) else z_loss,
             "z_grad_norm": None if math.isnan(z_grad) else z_grad,
             "spike": any(flags.values()),
             # Five digits are enough for a profile, and a deep model has many sublayers.
             "grad_norm_by_sublayer": [float(f"{x:.4e}") for x in np.asarray(values["grad"].sublayers, np.float64)],
         }
+        self._durations.append(_alone(record))
+        if record["skipped"] == self._skipped:
+            self._counted += self._durations[-1]
+        self._skipped = record["skipped"]
+        p50, p95 = np.percentile(self._durations, (50, 95))
+        wall = record["wall_seconds"]
+        record |= {"seconds_p50": p50, "seconds_p95": p95, "goodput": self._counted / wall if wall else None}
         if "clip_scale" in values:
             record["clip_scale"] = float(values["clip_scale"])
         if "router" in values:
@@ -247,9 +281,25 @@ class Record:
             "nonfinite": metrics[-1]["nonfinite"] if metrics else 0,
             "rewinds": sum(e["event"] == "rewind" for e in events),
             "spikes": sum(e["event"] in ("spike", "nonfinite") for e in events),
+            "stalls": sum(e["event"] == "stall" for e in events),
+            "recompilations": sum(r.get("recompilations", 0) for r in metrics),
+            "goodput": metrics[-1].get("goodput") if metrics else None,
             "tokens_per_second": float(np.median([r["tokens_per_second"] for r in metrics])) if metrics else None,
             "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None,  # of this process
         }
+
+
+def _alone(record: Mapping[str, Any]) -> float:
+    """Seconds of a step without those of compiling. Lines of older runs do not tell."""
+    return max(float(record["seconds"] - record.get("compile_seconds", 0.0)), 0.0)
+
+
+def wall_seconds(metrics: Path) -> float:
+    """For how long the processes of a run had run at the last line of its metrics.jsonl, lines to be cut included."""
+    records = read_jsonl(metrics) if metrics.is_file() else []
+    if not records:
+        return 0.0
+    return float(records[-1].get("wall_seconds", sum(record["seconds"] for record in records)))
 
 
 def router_summary(router: Mapping[str, Any]) -> dict[str, float]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import sys
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,13 +24,14 @@ from mhc.data.tokenizers import Tokenizer
 from mhc.errors import UserError
 from mhc.model.decoder import DecoderDefinition
 from mhc.model.flops import count_parameters, flops_per_token, leaf_sizes
-from mhc.monitor import probes
-from mhc.monitor.writers import Progress, WandbWriter, read_json, write_json
+from mhc.monitor import probes, train_log
+from mhc.monitor.phases import STALLED, Phases, Stall, Watchdog, device_memory, dump_stacks
+from mhc.monitor.writers import Progress, WandbWriter, append_jsonl, duration, read_json, write_json
 from mhc.sharding import check_batch, local_rows, make_mesh, put_batch, threads_of_one_cpu
 from mhc.train import start
 from mhc.train.checkpoint import Checkpoints, committed_steps
 from mhc.train.optimizer import GROUPS, group_of
-from mhc.train.record import Alarm, Record, batch_hash
+from mhc.train.record import Alarm, Record, batch_hash, wall_seconds
 from mhc.train.step import Faults, Trainer, TrainState, sublayer_name
 
 T = TypeVar("T")
@@ -76,7 +79,8 @@ def run(config: Config, workdir: str | Path) -> int:
 
     Returns:
       The exit code: 0 when the run ended or was asked to stop (SIGTERM, SIGINT) and saved, 3 when the guard halted it.
-      Where another process is lost, this one ends with `distributed.LOST`.
+      Where another process is lost, this one ends with `distributed.LOST`; where the watchdog is to end it, with
+      `phases.STALLED`.
 
     Raises:
       UserError: the folder holds a run of another config, or the data, mesh or batch cannot be used. Nothing is
@@ -95,6 +99,7 @@ class Pending(NamedTuple):
     metrics: dict[str, Any]  # on the device
     batch: dict[str, np.ndarray]  # this process' rows
     position: dict[str, Any]  # of the data before the batch
+    data_wait: float  # seconds until the batch was there
 
 
 class Run:
@@ -112,6 +117,7 @@ class Run:
         Args:
           faults: test hook. devices: those to use; None: all.
         """
+        self.began = time.perf_counter()
         self.primary = distributed.primary()
         self.home = remote.home(workdir, jax.process_index())
         self.place = self.home.place  # as the user named it
@@ -149,6 +155,9 @@ class Run:
             self.data.close()
             raise
         self.stop = distributed.StopRequest()
+        self.phases = Phases()
+        self.step = 0
+        self.log: train_log.TrainLog | None = None
         self.halted: str | None = None  # why, in a line
         self.left_out: dict[int, int] = {}  # batches left out after a rewind to a step
 
@@ -164,6 +173,7 @@ class Run:
         with contextlib.ExitStack() as closing:
             closing.callback(self.data.close)
             closing.enter_context(self.stop.listening())
+            closing.enter_context(self.phases.listening())
             with distributed.together():
                 self._check_same(*distributed.gather([configs.to_json(self.config), str(self.place)])[0])
             with distributed.together():
@@ -171,13 +181,22 @@ class Run:
             with distributed.together():
                 closing.enter_context(self.home.held(writes=self.primary))
             train, monitor = self.config.train, self.config.monitor
+            self.stderr = sys.stderr
             stream = None if self.primary else closing.enter_context(open(os.devnull, "w"))  # one process speaks
             self.progress = Progress(train.steps, every=monitor.progress_every, label=self.place.name, stream=stream)
             closing.callback(self.progress.close)
             if distributed.gather(self._finished())[0]:
                 self.progress.note(f"{self.place}: finished already")
                 return 0
-            self._open(closing)
+            if self.primary:
+                self.log = train_log.TrainLog(self.home.files / train_log.FILE)
+                closing.callback(self.log.close)
+                closing.enter_context(self.log.keeping_stderr())
+                self.progress.log = self.log.line
+            watchdog = Watchdog(self.phases, self.config.watchdog, self._stalled, self._resumed)
+            closing.enter_context(watchdog.watching())
+            with self.phases("start"):
+                self._open(closing)
             if self.step < train.steps:
                 self._loop()
             return self._finish()
@@ -213,13 +232,14 @@ class Run:
             self.probe = probes.compile_probe(self.trainer.definition, self.mesh)
         self.data_start = self.data.get_state()
         self.seconds_before = 0.0
+        self.wall_before = wall_seconds(self.home.files / "metrics.jsonl") if self.primary else 0.0
         self.rewinds = 0
         latest = self.checkpoints.latest()
         self.fresh = latest is None
         self._restore(latest)
         self.record = self._make_record(-1 if latest is None else latest)
         closing.callback(lambda: self.record.close())
-        self.began = self.last_time = time.perf_counter()
+        self.opened = self.last_time = time.perf_counter()
         if latest is not None and self.step < config.train.steps:
             self.record.event("resume", self.step, changes={name: list(pair) for name, pair in self.changes.items()})
             self.progress.note(f"{place}: resuming after step {self.step}")
@@ -267,14 +287,17 @@ class Run:
             self._probe(None)
             if config.train.init_from is not None:  # from here on the run needs its source no more
                 self._save()
+        self.phases.take()  # what came before is no step's
         self.last_time = time.perf_counter()
         pending: Pending | None = None
         while self.step < config.train.steps and self.halted is None and not self.stop.poll():
             position = self.data.get_state()
-            batch = next(self.data)
-            self.state, metrics = self._in_order(self.trainer.step(self.state, put_batch(batch, self.mesh)))
+            with self.phases("data") as waited:
+                batch = next(self.data)
+            with self.phases("step"):
+                self.state, metrics = self._in_order(self.trainer.step(self.state, put_batch(batch, self.mesh)))
             self.step += 1
-            before, pending = pending, Pending(self.step, metrics, batch, position)
+            before, pending = pending, Pending(self.step, metrics, batch, position, waited.seconds)
             if before is not None and (alarm := self._log(before)):
                 pending = self._act(alarm, before, pending)
 
@@ -312,7 +335,8 @@ class Run:
 
         The probe comes before the line: a flagged step is judged by what the stream looks like after it.
         """
-        values = jax.device_get(of.metrics)
+        with self.phases("step"):
+            values = jax.device_get(of.metrics)
         now = time.perf_counter()
         seconds, self.last_time = now - self.last_time, now
         self.tokens += int(values["target_tokens"])
@@ -322,8 +346,14 @@ class Run:
         if probe or validate:
             self.last_time = time.perf_counter()  # neither is part of the next step's time
         rate = self.config.train.batch_size * self.config.data.sequence_length / seconds
+        spent = {
+            "data_wait": of.data_wait,
+            **self.phases.take(),
+            "wall_seconds": self.wall_before + time.perf_counter() - self.began,
+            **device_memory(self.mesh.local_devices),
+        }
         return self.record.step(
-            of.step, values, tokens=self.tokens, seconds=seconds, mfu=self._mfu(rate), validation=measured
+            of.step, values, tokens=self.tokens, seconds=seconds, mfu=self._mfu(rate), spent=spent, validation=measured
         )
 
     def _mfu(self, tokens_per_second: float) -> float | None:
@@ -341,11 +371,13 @@ class Run:
             for name, value in (jax.device_get(part) if part is not None else {}).items():
                 sums[name] += float(value)
 
-        for batch in self.validation:
-            part = self._in_order(self.trainer.validate(self.state.params, put_batch(batch, self.mesh)))
+        with self.phases("validation"):
+            for batch in self.validation:
+                part = self._in_order(self.trainer.validate(self.state.params, put_batch(batch, self.mesh)))
+                add(waiting)
+                waiting = part
+                self.phases.beat()
             add(waiting)
-            waiting = part
-        add(waiting)
         bits = sums["nll"] / math.log(2)
         return {
             "val_loss": sums["nll"] / max(sums["weight"], 1.0),
@@ -355,27 +387,67 @@ class Run:
     def _probe(self, metrics: dict[str, Any] | None) -> None:
         """Measure the state in hand; ``metrics``: of the step that led to it, on the host."""
         if self.probe is not None:
-            values = jax.device_get(self.probe(self.state.params, self.probe_batch))
+            with self.phases("probe"):
+                values = jax.device_get(self.probe(self.state.params, self.probe_batch))
             self.record.probe(self.step, values, metrics)
 
     def _save(self) -> None:
         """A checkpoint of the state in hand, unless this step has one."""
         if self.checkpoints.latest() == self.step:
             return
-        host = {
-            "data": pipeline.merge_states(distributed.gather(self.data.get_state())),
-            "tokens": self.tokens,
-            "seconds": self._seconds(),
-            "rewinds": self.rewinds,
-        }
-        with distributed.together():
-            if self.primary:  # a checkpoint is never ahead of the lines up to its step
-                self.home.push()
-        self.checkpoints.save(self.step, self.state, host, self.config)
+        with self.phases("checkpoint"):
+            host = {
+                "data": pipeline.merge_states(distributed.gather(self.data.get_state())),
+                "tokens": self.tokens,
+                "seconds": self._seconds(),
+                "rewinds": self.rewinds,
+            }
+            with distributed.together():
+                if self.primary:  # a checkpoint is never ahead of the lines up to its step
+                    self.home.push()
+            self.checkpoints.save(self.step, self.state, host, self.config)
         self.last_time = time.perf_counter()
 
     def _seconds(self) -> float:
-        return self.seconds_before + time.perf_counter() - self.began
+        return self.seconds_before + time.perf_counter() - self.opened
+
+    # -------------------------------------------------------------------------------------------------------- watchdog
+
+    def _stalled(self, stall: Stall) -> None:
+        """Report that nothing gets on: a line, an event, and all threads' stacks. In the watchdog's thread.
+
+        Every process of several says so; those that wait for a slower one are in a step.
+        """
+        number = f" (process {jax.process_index()})" if jax.process_count() > 1 else ""
+        said = (
+            f"{self.place}{number}: no progress for {stall.seconds:.0f} s: {stall.doing.words}, after step {self.step}"
+        )
+        self._say(f"{said}; the stacks of all threads follow")
+        self._event_of(stall, "stall")
+        dump_stacks(*(stream for stream in (self.stderr, self.log) if stream is not None))
+        if self.config.watchdog.abort:
+            self._say(f"{said}: given up (watchdog.abort); the same command goes on from the last checkpoint")
+            # Nothing is waited for but, for a while, the copy of the record: what hangs would hang the end too.
+            copying = threading.Thread(target=self.home.push, daemon=True)
+            copying.start()
+            copying.join(15.0)
+            os._exit(STALLED)
+
+    def _resumed(self, stall: Stall) -> None:
+        self._say(f"{self.place}: going on after {stall.seconds:.0f} s {stall.doing.words}, after step {self.step}")
+        self._event_of(stall, "stall_over")
+
+    def _say(self, text: str) -> None:
+        self.stderr.write(text + "\n")
+        self.stderr.flush()
+        if self.log is not None:
+            self.log.line(text)
+
+    def _event_of(self, stall: Stall, event: str) -> None:
+        if self.primary:
+            what = {"phase": stall.doing.phase, "compiling": stall.doing.compiling, "seconds": stall.seconds}
+            line = {"step": self.step, "event": event, "time": time.time(), **what}
+            append_jsonl(self.home.files / "events.jsonl", line)
 
     # --------------------------------------------------------------------------------------------------------- actions
 
@@ -438,19 +510,23 @@ class Run:
         guard = self.config.guard
         if self.rewinds >= guard.max_rewinds:
             return False
-        self.checkpoints.wait()
+        with self.phases("checkpoint"):
+            self.checkpoints.wait()
         old = [step for step in self.checkpoints.steps() if step <= alarm.step - guard.rewind_steps]
         target = max(old, default=None)
         self.checkpoints.drop_after(target or 0)
         self.record.close()
-        self._restore(target)
+        with self.phases("rewind"):
+            self._restore(target)
         self.rewinds += 1
         # Events stay: what led to the rewind is part of the record.
         self.record = self._make_record(self.step, keep_events=True)
         self.left_out[self.step] = self.left_out.get(self.step, 0) + guard.skip_batches
         skipped = self.left_out[self.step]
-        for _ in range(skipped):
-            next(self.data)
+        with self.phases("rewind"):
+            for _ in range(skipped):
+                next(self.data)
+                self.phases.beat()
         self.record.event(
             "rewind",
             alarm.step,
@@ -489,7 +565,8 @@ class Run:
 
     def _finish(self) -> int:
         """Write the summary, once every checkpoint is committed."""
-        self.checkpoints.wait()
+        with self.phases("checkpoint"):
+            self.checkpoints.wait()
         finished = self.step >= self.config.train.steps
         reason = "halted" if self.halted else "finished" if finished else "stopped"
         if reason == "stopped":
@@ -508,4 +585,6 @@ class Run:
             self.progress.note(f"{self.place}: stopped and saved after step {self.step}; the same command resumes it")
         if reason == "halted":
             self.progress.note(f"{self.place}: halted: {self.halted}; saved after step {self.step}, see events.jsonl")
+        if self.log is not None:
+            self.log.line(f"{reason} after step {self.step}, {duration(self._seconds())} of training")
         return 3 if reason == "halted" else 0

@@ -15,12 +15,13 @@ from typing import Any
 import pytest
 
 from mhc.monitor.writers import read_jsonl
+from mhc.train.record import CLOCK
 
 ROOT = Path(__file__).parents[2]
 ARMS = ("plain,seed=0", "hc,seed=0")
 STEPS = 200
 # What differs between two runs of the same numbers.
-CLOCKS = ("seconds", "tokens_per_second", "mfu", "time")
+CLOCKS = (*CLOCK, "time")
 
 
 @pytest.fixture(scope="module")

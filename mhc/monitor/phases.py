@@ -1,0 +1,218 @@
+"""What a run is doing and where its time goes: its phases, what was compiled in them, and a watchdog over both."""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import io
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+
+from mhc.config import WatchdogConfig
+
+STALLED = 5  # exit code of a run that its watchdog ended
+
+# Phases by name, and what is said of a run that is in one. Those of programs are compiled when they are first entered.
+WORDS = {
+    "start": "starting",
+    "data": "waiting for data",
+    "step": "in a step",
+    "validation": "in a validation",
+    "probe": "in a probe",
+    "checkpoint": "at a checkpoint",
+    "rewind": "rewinding",
+    "record": "writing the record",  # all that is between the others
+}
+PROGRAMS = ("step", "validation", "probe")
+
+_TRACED = "/jax/core/compile/jaxpr_trace_duration"
+_COMPILED = "/jax/core/compile/backend_compile_duration"  # also of a program that the persistent cache has
+_COMPILING = "/jax/core/compile/"
+
+
+class Doing(NamedTuple):
+    """What a run is doing."""
+
+    phase: str
+    since: float  # last sign of progress, by time.monotonic
+    compiling: bool
+
+    @property
+    def words(self) -> str:
+        """For people."""
+        return f"compiling ({self.phase})" if self.compiling and self.phase != "start" else WORDS[self.phase]
+
+
+class Span:
+    """How long a phase took: ``seconds``, once it is over."""
+
+    seconds = 0.0
+
+
+class Phases:
+    """The phases of one thread, one after the other, and their seconds.
+
+    ``with phases("data") as span:`` enters one; ``beat()`` says within it that the run gets on. Time within a phase
+    that lies in another counts to both. What jax compiles in the thread is seen while ``listening``.
+    """
+
+    def __init__(self) -> None:
+        self._thread = threading.get_ident()
+        self._seconds = dict.fromkeys(WORDS, 0.0)
+        self._entered: set[str] = set()
+        self._known = True  # the phase in hand had its programs before
+        self._lowering = False  # between the trace of a program and its machine code
+        self._compiled: list[tuple[float, float]] = []  # when, by time.time
+        self._recompilations = 0
+        self._phase, self._since = "record", time.monotonic()
+
+    @contextlib.contextmanager
+    def __call__(self, phase: str) -> Iterator[Span]:
+        span, began = Span(), time.monotonic()
+        before = self._phase, self._known
+        self._phase, self._since, self._lowering = phase, began, False
+        self._known = phase in self._entered or phase not in (*PROGRAMS, "start")
+        try:
+            yield span
+        finally:
+            now = time.monotonic()
+            span.seconds = now - began
+            self._seconds[phase] += span.seconds
+            self._entered.add(phase)
+            self._phase, self._known = before
+            self._since, self._lowering = now, False
+
+    def beat(self) -> None:
+        """The phase in hand gets on."""
+        self._since = time.monotonic()
+
+    def doing(self) -> Doing:
+        """Now; any thread may ask."""
+        return Doing(self._phase, self._since, self._lowering or not self._known)
+
+    def take(self) -> dict[str, Any]:
+        """Since the last call: ``compile_seconds``, ``checkpoint_seconds``, ``validation_seconds``, ``probe_seconds``,
+        and ``recompilations``: programs compiled in phases that had theirs.
+        """
+        taken: dict[str, Any] = {"compile_seconds": _union(self._compiled)}
+        for phase in ("checkpoint", "validation", "probe"):
+            taken[f"{phase}_seconds"], self._seconds[phase] = self._seconds[phase], 0.0
+        taken["recompilations"], self._recompilations = self._recompilations, 0
+        self._compiled = []
+        return taken
+
+    @contextlib.contextmanager
+    def listening(self) -> Iterator[None]:
+        """Hears what jax compiles."""
+
+        def heard(event: str, start_time: float, end_time: float, **kwargs: str | int) -> None:
+            if not event.startswith(_COMPILING) or threading.get_ident() != self._thread:
+                return
+            self._compiled.append((start_time, end_time))
+            if event == _TRACED:
+                self._lowering = True
+            elif event == _COMPILED:
+                self._lowering = False
+                self._recompilations += self._phase in PROGRAMS and self._known
+            self.beat()
+
+        jax.monitoring.register_event_time_span_listener(heard)
+        try:
+            yield
+        finally:
+            jax.monitoring.unregister_event_time_span_listener(heard)
+
+
+def _union(spans: Sequence[tuple[float, float]]) -> float:
+    """Seconds that some span covers: a function traced within another is in the other's span too."""
+    total, reached = 0.0, -float("inf")
+    for start, end in sorted(spans):
+        total += max(0.0, end - max(start, reached))
+        reached = max(reached, end)
+    return total
+
+
+def device_memory(devices: Sequence[jax.Device]) -> dict[str, int | None]:
+    """``memory_bytes`` in use and ``memory_peak_bytes`` so far, of the fullest device; None: not told (CPU)."""
+    stats = [device.memory_stats() for device in devices]
+    names = {"memory_bytes": "bytes_in_use", "memory_peak_bytes": "peak_bytes_in_use"}
+    known = all(one is not None and set(names.values()) <= set(one) for one in stats)
+    return {key: max(one[name] for one in stats) if known and stats else None for key, name in names.items()}
+
+
+class Stall(NamedTuple):
+    """A run without progress."""
+
+    doing: Doing
+    seconds: float  # for so long
+
+
+class Watchdog:
+    """A thread that reports a run without progress: once for each time, and again when it goes on.
+
+    A thread that holds the interpreter's lock and never lets go of it stops this one too.
+
+    Args:
+      stalled: called, in the watchdog's thread, when nothing got on for ``watchdog.seconds``, or, while a program is
+        compiled, for ``watchdog.compile_seconds`` if that is longer. resumed: called when it did again.
+    """
+
+    def __init__(
+        self,
+        phases: Phases,
+        config: WatchdogConfig,
+        stalled: Callable[[Stall], None],
+        resumed: Callable[[Stall], None],
+    ):
+        self._phases, self._config = phases, config
+        self._stalled, self._resumed = stalled, resumed
+        self._end = threading.Event()
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """Watches; with ``seconds`` of 0 nothing happens."""
+        if not self._config.seconds:
+            yield
+            return
+        thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            self._end.set()
+            thread.join()
+
+    def _watch(self) -> None:
+        reported: Doing | None = None
+        wait = 0.0
+        while not self._end.wait(wait):
+            doing, now = self._phases.doing(), time.monotonic()
+            idle = now - doing.since
+            if reported is not None:
+                if doing.since == reported.since:
+                    wait = min(1.0, self._config.seconds / 10)
+                    continue
+                self._resumed(Stall(reported, doing.since - reported.since))
+                reported = None
+            limit = max(self._config.seconds, self._config.compile_seconds if doing.compiling else 0.0)
+            if idle >= limit:
+                reported = doing
+                self._stalled(Stall(doing, idle))
+            wait = min(1.0, max(limit - idle, 1e-3))
+
+
+def dump_stacks(*streams: Any) -> None:
+    """Write the stacks of all threads, and the names of the threads before them, to files that have a descriptor."""
+    names = ", ".join(f"0x{thread.ident or 0:016x} {thread.name}" for thread in threading.enumerate())
+    for stream in streams:
+        try:
+            number = stream.fileno()
+        except (AttributeError, ValueError, io.UnsupportedOperation):  # a stream of a notebook or a test
+            continue
+        stream.write(f"threads: {names}\n")
+        stream.flush()
+        faulthandler.dump_traceback(file=number, all_threads=True)
