@@ -102,7 +102,9 @@ def load(
     if len(steps) < average:
         kept = ", ".join(map(str, steps))
         raise UserError(f"--average: given {average}, but {run} keeps {len(steps)} checkpoint(s) up to {last}: {kept}")
-    mesh = make_mesh(dataclasses.replace(MeshConfig(), **laid), None if devices is None else list(devices))
+    mesh = _rows_on_one_axis(
+        make_mesh(dataclasses.replace(MeshConfig(), **laid), None if devices is None else list(devices))
+    )
     abstract = {"params": DecoderDefinition(config).abstract()}
     layout = shardings(abstract, mesh)
     total: Any = None
@@ -114,6 +116,20 @@ def load(
         total = jax.jit(lambda tree: jax.tree.map(lambda leaf: leaf / average, tree), donate_argnums=0)(total)
     which = f"step {steps[0]}" if average == 1 else f"mean of steps {', '.join(map(str, steps))}"
     return Checkpoint(f"{run}, {which}", config, tuple(steps), total, mesh)
+
+
+def _rows_on_one_axis(mesh: Mesh) -> Mesh:
+    """The mesh with data merged into fsdp where it has both: without gradients they share rows alike.
+
+    On a mesh with both, and tensor, XLA's partitioner mixes up the rows of decoding steps of one token (jax 0.10.2).
+    """
+    from mhc.sharding import make_mesh
+
+    data, fsdp = mesh.shape["data"], mesh.shape["fsdp"]
+    slices = {getattr(device, "slice_index", 0) for device in mesh.devices.flat}
+    if data == 1 or fsdp == 1 or len(slices) > 1:
+        return mesh
+    return make_mesh(MeshConfig(**{**mesh.shape, "data": 1, "fsdp": data * fsdp}), list(mesh.devices.flat))
 
 
 def short_names(names: Sequence[str]) -> list[str]:

@@ -33,6 +33,9 @@ from mhc.data.tokenizers import ByteTokenizer, Tokenizer
 from mhc.errors import UserError
 
 if TYPE_CHECKING:
+    from jax.sharding import Mesh
+
+    from mhc.model.cache import DecoderCache
     from mhc.model.decoder import Params
     from mhc.model.sampling import Sampling
 
@@ -138,8 +141,8 @@ class StopStrings:
         return text
 
 
-class _Row:
-    """One prompt on its way."""
+class Row:
+    """What follows one prompt, as it comes: ``text``, ``tokens``, and the ``reason`` why it ends."""
 
     def __init__(self, stream: TextStream, stops: Sequence[str], stop_tokens: frozenset[int], limit: int) -> None:
         self._stream, self._strings = stream, StopStrings(stops)
@@ -205,11 +208,13 @@ class Generator:
         *,
         batch_size: int = 8,
         chunk: int = CHUNK,
+        mesh: Mesh | None = None,
     ) -> None:
-        """``config`` is resolved; ``chunk``: tokens of a prompt that are read at once."""
+        """``config`` is resolved. ``chunk``: tokens of a prompt that are read at once. ``mesh``: the parameters', where
+        they lie on one; the rows of a batch are shared by its data axes."""
         import jax
 
-        from mhc.model.cache import DecoderCache
+        from mhc import sharding
         from mhc.model.decoder import DecoderDefinition
         from mhc.model.sampling import sample, token_keys
 
@@ -222,30 +227,46 @@ class Generator:
         self._params = params
         # A prefix that is seen both ways must come in one piece.
         self._chunk = max(chunk, power_of_two(config.attention.prefix or 1))
-        self._definition = definition = DecoderDefinition(config)
+        definition = DecoderDefinition(config)
         vocabulary = tokenizer.vocab_size
+        self._mesh = mesh
+        self._shards = 1 if mesh is None else int(np.prod([mesh.shape[axis] for axis in sharding.BATCH_AXES]))
+
+        def empty(rows: int, room: int) -> tuple[DecoderCache, jax.Array]:
+            """(cache, hidden state [B, D]) of rows that have no token yet."""
+            cache = definition.bind(definition.abstract()).empty_cache(rows, room)
+            return laid_out(cache), jax.numpy.zeros((rows, config.model.width), config.model.dtype)
+
+        def laid_out(tree: Any) -> Any:
+            return tree if mesh is None else _over_rows(tree, mesh)
 
         def prefill(
             params: Params, cache: DecoderCache, h: jax.Array, tokens: jax.Array, valid: jax.Array
         ) -> tuple[DecoderCache, jax.Array]:
             """(cache, hidden state [B, D] of each row's last token so far)."""
-            hidden, cache = definition.bind(params).extend_hidden(tokens, cache, valid)
+            with sharding.tracing_for(mesh):
+                hidden, cache = definition.bind(params).extend_hidden(tokens, cache, valid)
             last = jax.numpy.max(jax.numpy.where(valid, jax.numpy.arange(valid.shape[1]), -1), axis=1)[:, None]
             picked = jax.numpy.take_along_axis(hidden, jax.numpy.maximum(last, 0)[:, :, None], axis=1)[:, 0]
-            return cache, jax.numpy.where(last >= 0, picked, h)
+            return laid_out(cache), laid_out(jax.numpy.where(last >= 0, picked, h))
 
         def step(
             params: Params, cache: DecoderCache, h: jax.Array, keys: jax.Array
         ) -> tuple[DecoderCache, jax.Array, jax.Array]:
             """(cache, hidden state of the new token, the new token [B])."""
             decoder = definition.bind(params)
-            logits = decoder.logits(h[:, None])[:, 0, :vocabulary]
-            tokens = sample(logits, token_keys(keys, cache.lengths), sampling)
-            hidden, cache = decoder.extend_hidden(tokens[:, None], cache)
-            return cache, hidden[:, 0], tokens
+            with sharding.tracing_for(mesh):
+                logits = laid_out(decoder.logits(h[:, None])[:, 0, :vocabulary])
+                tokens = laid_out(sample(logits, token_keys(keys, cache.lengths), sampling))
+                hidden, cache = decoder.extend_hidden(tokens[:, None], cache)
+            return laid_out(cache), laid_out(hidden[:, 0]), tokens
 
-        self._prefill = jax.jit(prefill, donate_argnums=(1, 2))
-        self._step = jax.jit(step, donate_argnums=(1, 2))
+        options = None if mesh is None else sharding.compiler_options(mesh)
+        # Where devices are threads of one CPU, few programs may wait for one another.
+        self._wait = mesh is not None and sharding.threads_of_one_cpu(mesh)
+        self._empty = jax.jit(empty, static_argnums=(0, 1), compiler_options=options)
+        self._prefill = jax.jit(prefill, donate_argnums=(1, 2), compiler_options=options)
+        self._step = jax.jit(step, donate_argnums=(1, 2), compiler_options=options)
 
     def encode(self, prompts: Sequence[str], new: int) -> list[list[int]]:
         """bos and the tokens of each prompt.
@@ -287,8 +308,31 @@ class Generator:
           UserError: a prompt with the new tokens is longer than the model's learned positions.
         """
         ids = self.encode(prompts, max_new_tokens)
+        return [
+            Completion(prompt, row.text, tuple(row.tokens), row.reason or "length")
+            for prompt, row in zip(
+                prompts,
+                self.extend(
+                    ids, max_new_tokens, seed=seed, stop=stop, stop_tokens=stop_tokens, tell=tell, progress=progress
+                ),
+                strict=True,
+            )
+        ]
+
+    def extend(
+        self,
+        ids: Sequence[Sequence[int]],
+        max_new_tokens: int,
+        *,
+        seed: int = 0,
+        stop: Sequence[str] = (),
+        stop_tokens: Sequence[int] = (),
+        tell: Callable[[int, str], None] = lambda prompt, text: None,
+        progress: Callable[[int, int], None] = lambda done, tokens: None,
+    ) -> list[Row]:
+        """As ``complete``, of prompts that are token ids already."""
         ends = frozenset((*stop_tokens, self.tokenizer.eos_id))
-        rows = [_Row(text_stream(self.tokenizer, prompt), stop, ends, max_new_tokens) for prompt in ids]
+        rows = [Row(text_stream(self.tokenizer, prompt), stop, ends, max_new_tokens) for prompt in ids]
         order = sorted(range(len(ids)), key=lambda index: len(ids[index]))
         made = 0
         for first in range(0, len(order), self.batch_size):
@@ -303,24 +347,27 @@ class Generator:
                 progress(sum(row.reason is not None for row in rows), made)
                 if all(rows[index].reason for index in batch):
                     break
-        return [
-            Completion(prompt, row.text, tuple(row.tokens), row.reason or "length")
-            for prompt, row in zip(prompts, rows, strict=True)
-        ]
+        return rows
+
+    def _placed(self, *arrays: np.ndarray) -> tuple[Any, ...]:
+        if self._mesh is None:
+            return arrays
+        from mhc.sharding import put_batch
+
+        return tuple(put_batch(dict(enumerate(arrays)), self._mesh).values())  # type: ignore[arg-type]
 
     def _tokens(self, ids: Sequence[Sequence[int]], new: int, seed: int) -> Iterator[np.ndarray]:
         """The next tokens [B] of a batch of prompts, up to ``new`` times; B may be padded."""
         import jax
 
         count = min(self.batch_size, power_of_two(len(ids)))
+        count += -count % self._shards
         lengths = np.array([len(prompt) for prompt in ids] + [0] * (count - len(ids)))
         longest = int(lengths.max())
         room = padded(longest + new)
         if self.config.positions.kind == "learned":
             room = min(room, self.config.max_length)
-        decoder = self._definition.bind(self._params)
-        cache = decoder.empty_cache(count, room)
-        h = jax.numpy.zeros((count, self.config.model.width), self.config.model.dtype)
+        cache, h = self._empty(count, room)
         # Where every call computes the whole row again, one call is enough.
         widths = chunks(longest, self._chunk if cache.tokens is None else power_of_two(longest))
         tokens = np.zeros((count, sum(widths)), np.int32)
@@ -330,8 +377,10 @@ class Generator:
         start = 0
         for width in widths:
             columns = slice(start, start + width)
-            cache, h = self._prefill(self._params, cache, h, tokens[:, columns], valid[:, columns])
+            cache, h = self._prefill(self._params, cache, h, *self._placed(tokens[:, columns], valid[:, columns]))
             start += width
+            if self._wait:
+                jax.block_until_ready(h)
 
         keys = jax.numpy.stack([_row_key(seed, prompt) for prompt in [*ids, *[[]] * (count - len(ids))]])
         waiting: jax.Array | None = None
@@ -342,6 +391,29 @@ class Generator:
             waiting = token
         if waiting is not None:
             yield np.asarray(waiting)
+
+
+def _over_rows(tree: Any, mesh: Mesh) -> Any:
+    """A cache or arrays [B, ...] with their rows shared by the data axes."""
+    import jax
+    from jax.sharding import NamedSharding, PartitionSpec
+
+    from mhc.model.cache import DecoderCache
+    from mhc.sharding import BATCH_AXES
+
+    def shared(leaf: Any, *axes: Any) -> Any:
+        return jax.lax.with_sharding_constraint(leaf, NamedSharding(mesh, PartitionSpec(*axes)))
+
+    def of_layers(leaf: jax.Array) -> jax.Array:  # [layers, B, slots, ...], of most kinds by head
+        heads = "tensor" if leaf.ndim == 5 and leaf.shape[3] % mesh.shape["tensor"] == 0 else None
+        return shared(leaf, None, BATCH_AXES, None, heads) if heads else shared(leaf, None, BATCH_AXES)
+
+    if not isinstance(tree, DecoderCache):
+        return shared(tree, BATCH_AXES)
+    lengths, prefix = shared(tree.lengths, BATCH_AXES), shared(tree.prefix, BATCH_AXES)
+    tokens = None if tree.tokens is None else shared(tree.tokens, BATCH_AXES)
+    layers = jax.tree.map(of_layers, tree.layers)
+    return dataclasses.replace(tree, lengths=lengths, prefix=prefix, tokens=tokens, layers=layers)
 
 
 def _row_key(seed: int, prompt: Sequence[int]) -> Any:

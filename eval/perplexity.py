@@ -58,12 +58,17 @@ class Found(NamedTuple):
 # Rows -----------------------------------------------------------------------------------------------------------------
 
 
-def packed(config: Config, split: Split, *, rows: int, batch_size: int) -> Corpus:
-    """The rows of the run's validation: documents end to end, cut at the sequence length; ``rows``: 0 for all."""
+def packed(config: Config, split: Split, *, rows: int, batch_size: int, eos: bool = True) -> Corpus:
+    """The rows of the run's validation: documents end to end, cut at the sequence length.
+
+    Args:
+      rows: 0 for all. eos: whether the end of a document is scored as well.
+    """
+    from mhc.data import tokenizers
     from mhc.data.packing import empty_batch
 
     source, encode = _open(config, split)
-    length = config.data.sequence_length
+    length, end = config.data.sequence_length, tokenizers.load(config.data.tokenizer).eos_id
 
     def batches() -> Iterator[Batch]:
         stream = _Numbered(encode, len(source))
@@ -73,6 +78,8 @@ def packed(config: Config, split: Split, *, rows: int, batch_size: int) -> Corpu
             filled = 0
             while filled < min(batch_size, left) and (more := stream.fill(batch, filled)):
                 filled += 1
+            if not eos:
+                batch["weights"][batch["targets"] == end] = 0.0
             if filled:
                 left -= filled
                 yield batch | {"context": batch["positions"] + 1}
@@ -112,26 +119,24 @@ class _Numbered:
         return found
 
 
-def sliding(config: Config, split: Split, *, rows: int, batch_size: int, stride: int) -> Corpus:
+def sliding(config: Config, split: Split, *, rows: int, batch_size: int, stride: int, eos: bool = True) -> Corpus:
     """Each document alone, by windows of T tokens that score their last ``stride``; the first window scores all."""
+    from eval.scoring import Window, windows
     from mhc.data.packing import empty_batch
 
     source, encode = _open(config, split)
     length = config.data.sequence_length
 
-    def windows() -> Iterator[tuple[int, Any, int, int, int]]:
-        """(document, it, first input, first scored, end)"""
+    def every() -> Iterator[tuple[int, Any, Window]]:
+        """(document, it, window)"""
         for number in range(len(source)):
             document = encode(number)
-            pairs, scored = len(document.target_bytes), 0
-            while scored < pairs:
-                end = min(scored + (length if scored == 0 else stride), pairs)
-                yield number, document, max(end - length, 0), scored, end
-                scored = end
+            for window in windows(len(document.target_bytes) - (not eos), length, stride):
+                yield number, document, window
 
     def batches() -> Iterator[Batch]:
         batch, filled, made = None, 0, 0
-        for number, document, start, scored, end in windows():
+        for number, document, (start, scored, end) in every():
             if rows and made == rows:
                 break
             if batch is None:
@@ -342,6 +347,9 @@ def main(arguments: Sequence[str]) -> int:
         "--rows", type=int, help="rows or windows scored, 0: all; without: as many as the run's validation read"
     )
     parser.add_argument("--stride", type=int, metavar="S", help="documents alone, by windows that score S tokens")
+    parser.add_argument(
+        "--without_eos", action="store_true", help="score text alone, not the ends of documents (as lm-eval does)"
+    )
     parser.add_argument("--batch_size", type=int, default=8, help="rows at once (8); changes nothing but speed")
     parser.add_argument("--json", metavar="FILE", help="write what was found there")
     parser.add_argument("--out", metavar="DIR", help="write perplexity.png and its numbers there")
@@ -361,13 +369,14 @@ def main(arguments: Sequence[str]) -> int:
         config = checkpoint.config
         own = config.validation.batches * config.train.batch_size
         rows = options.rows if options.rows is not None else 0 if "data.source" in changes else own
+        how = {"rows": rows, "batch_size": options.batch_size, "eos": not options.without_eos}
         if options.stride is None:
-            corpus = packed(config, options.split, rows=rows, batch_size=options.batch_size)
+            corpus = packed(config, options.split, **how)
         else:
             if not 1 <= options.stride <= config.data.sequence_length:
                 most = config.data.sequence_length
                 raise UserError(f"--stride: given {options.stride}, allowed: 1 to data.sequence_length={most}")
-            corpus = sliding(config, options.split, rows=rows, batch_size=options.batch_size, stride=options.stride)
+            corpus = sliding(config, options.split, **how, stride=options.stride)
         print(f"{checkpoint.name}: compiling, then scoring", file=sys.stderr)
         progress = Progress()
 
@@ -381,7 +390,15 @@ def main(arguments: Sequence[str]) -> int:
     if options.json:
         from mhc.monitor.writers import write_json
 
-        write_json(options.json, {"split": options.split, "stride": options.stride, "checkpoints": summaries})
+        write_json(
+            options.json,
+            {
+                "split": options.split,
+                "stride": options.stride,
+                "eos": not options.without_eos,
+                "checkpoints": summaries,
+            },
+        )
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
         print(f"{draw(summaries, out)}", file=sys.stderr)

@@ -16,7 +16,7 @@ from mhc.model.edits import Edits
 from mhc.sharding import BATCH_AXES, compiler_options, put_batch, replicated, threads_of_one_cpu, tracing_for
 from mhc.train.loss import chunk_length
 
-FIELDS = ("tokens", "targets", "segment_ids", "positions")
+FIELDS = ("tokens", "targets", "segment_ids", "positions", "candidates", "prefix")
 
 
 class TokenScores(NamedTuple):
@@ -32,10 +32,12 @@ def token_scores(
     targets: Int[Array, "B T"],
     segment_ids: Int[Array, "B T"],
     positions: Int[Array, "B T"],
+    prefix: Int[Array, " B"] | None = None,
     edits: Edits | None = None,
 ) -> TokenScores:
-    """Scores of the targets, from logits of ``chunk_length`` tokens a row at a time. ``edits``: as in ``forward``."""
-    h = decoder.forward(tokens, segment_ids, positions, edits=edits).h
+    """Scores of the targets, from logits of ``chunk_length`` tokens a row at a time. ``prefix``, ``edits``: as in
+    ``forward``."""
+    h = decoder.forward(tokens, segment_ids, positions, prefix=prefix, edits=edits).h
     rows, length = tokens.shape
     chunk = chunk_length(decoder.config, rows, length)
 
@@ -53,8 +55,30 @@ def token_scores(
     return jax.tree.map(lambda a: jnp.moveaxis(a, 0, 1).reshape(rows, length), found)
 
 
+def last_scores(
+    decoder: Decoder,
+    tokens: Int[Array, "B T"],
+    segment_ids: Int[Array, "B T"],
+    positions: Int[Array, "B T"],
+    candidates: Int[Array, "B K"],
+    prefix: Int[Array, " B"] | None = None,
+) -> TokenScores:
+    """Scores [B, K] of several tokens for the place behind each row's last one, which one forward pass gives."""
+    h = decoder.forward(tokens, segment_ids, positions, prefix=prefix).h
+    last = jnp.maximum(jnp.sum(segment_ids > 0, axis=1) - 1, 0)
+    logits = decoder.logits(jnp.take_along_axis(h, last[:, None, None], axis=1))[:, 0].astype(jnp.float32)
+    log_p = jax.nn.log_softmax(logits, axis=-1)
+    return TokenScores(
+        -jnp.take_along_axis(log_p, candidates, axis=1), jnp.argmax(logits, axis=-1)[:, None] == candidates
+    )
+
+
 class Scorer:
-    """``token_scores`` of a checkpoint, compiled once for each shape of batch."""
+    """``token_scores`` and ``last_scores`` of a checkpoint, compiled once for each shape of batch.
+
+    A batch is a mapping of [B, T] int32 arrays: tokens, segment_ids (0: padding), positions, and either targets [B, T]
+    or candidates [B, K]; also prefix [B], where the rows' own differ from the config's.
+    """
 
     def __init__(self, checkpoint: Checkpoint):
         mesh = checkpoint.mesh
@@ -62,15 +86,16 @@ class Scorer:
         self._params, self._mesh = checkpoint.params, mesh
         self.shards = int(np.prod([mesh.shape[axis] for axis in BATCH_AXES]))
 
-        def run(params: Any, batch: dict[str, jax.Array]) -> TokenScores:
+        def run(params: Any, batch: dict[str, Any]) -> TokenScores:
             with tracing_for(mesh):
-                return token_scores(definition.bind(params), *(batch[name] for name in FIELDS))
+                scores = last_scores if "candidates" in batch else token_scores
+                return scores(definition.bind(params), **batch)
 
         self._run = jax.jit(run, out_shardings=replicated(mesh), compiler_options=compiler_options(mesh))
 
     def submit(self, batch: Mapping[str, np.ndarray]) -> TokenScores:
-        """Scores of a batch of [B, T] int32 arrays, on the device; B is a multiple of ``shards``."""
-        placed = put_batch({name: batch[name] for name in FIELDS}, self._mesh)
+        """Scores of a batch, on the device; B is a multiple of ``shards``."""
+        placed = put_batch({name: batch[name] for name in FIELDS if name in batch}, self._mesh)
         found = self._run(self._params, placed)
         return jax.block_until_ready(found) if threads_of_one_cpu(self._mesh) else found
 
@@ -80,7 +105,7 @@ class Scorer:
         for batch in batches:
             rows = len(batch["tokens"])
             short = -rows % self.shards
-            whole = {name: np.pad(batch[name], ((0, short), (0, 0))) for name in FIELDS} if short else batch
+            whole = {name: _more_rows(batch[name], short) for name in FIELDS if name in batch} if short else batch
             now = (batch, self.submit(whole))
             if waiting is not None:
                 yield waiting[0], self._fetch(*waiting)
@@ -92,6 +117,30 @@ class Scorer:
     def _fetch(batch: Mapping[str, np.ndarray], scores: TokenScores) -> TokenScores:
         rows = len(batch["tokens"])
         return jax.tree.map(lambda a: np.asarray(a)[:rows], scores)
+
+
+def _more_rows(array: np.ndarray, rows: int) -> np.ndarray:
+    return np.pad(array, ((0, rows), *((0, 0),) * (array.ndim - 1)))
+
+
+class Window(NamedTuple):
+    """Tokens that are read at once, as pairs (input i, target i + 1) of a longer text."""
+
+    start: int  # the first pair that is read
+    scored: int  # the first one whose target is scored
+    end: int
+
+
+def windows(pairs: int, length: int, stride: int, first: int = 0) -> Iterator[Window]:
+    """Windows of at most ``length`` pairs in which each pair from ``first`` on is scored once.
+
+    The first window scores as many as it holds, each other one ``stride``; all reach back as far as ``length`` allows.
+    """
+    scored = first
+    while scored < pairs:
+        end = min(scored + (length if scored == first else stride), pairs)
+        yield Window(max(end - length, 0), scored, end)
+        scored = end
 
 
 # Sums over documents --------------------------------------------------------------------------------------------------

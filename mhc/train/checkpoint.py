@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -128,12 +130,29 @@ def _folder(run: Folder) -> Folder:
 _DAMAGE = ("OUT_OF_RANGE", "DATA_LOSS", "NOT_FOUND", "Error opening", "Error reading", "CRC", "checksum", "corrupt")
 
 
+def _drop_late_reads(seconds: float = 0.3) -> None:
+    """Orbax closes its event loop at the first array that fails; the reads of others then end in a closed loop, each
+    with a traceback from a thread of tensorstore. They are waited for here, and said nothing of."""
+    shown = sys.unraisablehook
+
+    def hook(unraisable: Any) -> None:
+        if not (isinstance(unraisable.exc_value, RuntimeError) and "loop is closed" in str(unraisable.exc_value)):
+            shown(unraisable)
+
+    sys.unraisablehook = hook
+    try:
+        time.sleep(seconds)
+    finally:
+        sys.unraisablehook = shown
+
+
 @contextlib.contextmanager
 def _reading(run: Folder, step: int) -> Iterator[None]:
     """Turns the errors of a damaged checkpoint into a line that names the others. Raises UserError."""
     try:
         yield
     except (ValueError, OSError, RuntimeError) as error:
+        _drop_late_reads()
         text = str(error)
         if isinstance(error, UserError) or not any(sign in text for sign in _DAMAGE):
             raise
