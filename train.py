@@ -2,7 +2,8 @@
 
     python train.py --config configs/demo.py --config.residual.kind=mhc --workdir runs/a
 
-The same command on an existing workdir resumes it. ``--dry_run`` prints the model's size and cost as JSON instead.
+The same command on an existing workdir resumes it. ``--dry_run`` prints the model's size and cost as JSON instead;
+``--from RUN/run.json`` takes the config of a run that was.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 
-from mhc import cli
+from mhc import cli, provenance
 from mhc.errors import UserError
 
 
@@ -21,19 +22,33 @@ def main(arguments: Sequence[str]) -> int:
         description="Train a transformer under one residual topology.",
         epilog="--config.GROUP.FIELD=VALUE changes a field of the config; configs/default.py lists and explains them.",
     )
-    parser.add_argument(
-        "--config", required=True, metavar="FILE", help="config file with get_config(), e.g. configs/demo.py"
+    either = parser.add_mutually_exclusive_group(required=True)
+    either.add_argument("--config", metavar="FILE", help="config file with get_config(), e.g. configs/demo.py")
+    either.add_argument(
+        "--from", dest="origin", metavar="RUN/run.json", help="start a run anew as another one was started"
     )
     parser.add_argument("--workdir", metavar="DIR", help="folder of the run, or gs://BUCKET/PATH; resumes a run there")
     parser.add_argument(
         "--dry_run", action="store_true", help="print parameters, FLOPs and mesh as JSON; train nothing"
     )
+    parser.add_argument(
+        "--deterministic",
+        action="store_true",
+        help="have XLA make programs for GPUs that give the same bits each time, at some cost in speed",
+    )
     options, overrides = parser.parse_known_args(arguments)
-    config = cli.load_config(options.config, overrides, parser)
+    origin = None if options.origin is None else provenance.read(options.origin)
+    if origin is None:
+        config = cli.load_config(options.config, overrides, parser)
+    else:
+        config = cli.change(origin.config, overrides, parser)
     if options.workdir is None and not options.dry_run:
         raise UserError("--workdir is required: the folder of the run, e.g. --workdir runs/a")
     if options.workdir is not None:
         cli.check_workdir(options.workdir)
+
+    if options.deterministic or (origin is not None and origin.deterministic):
+        provenance.make_deterministic()
 
     # jax takes seconds to import: only a command without mistakes waits for it.
     from mhc import distributed
@@ -43,7 +58,7 @@ def main(arguments: Sequence[str]) -> int:
         print(json.dumps(run.dry_run(config), indent=2))
         return 0
     distributed.initialize(config.distributed)
-    return run.run(config, options.workdir)
+    return run.run(config, options.workdir, origin)
 
 
 if __name__ == "__main__":

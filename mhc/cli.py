@@ -11,7 +11,7 @@ import re
 import runpy
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -79,7 +79,15 @@ def load_config(path: str, arguments: Sequence[str], parser: Parser) -> Config:
     Raises: UserError for a file that cannot be loaded, an unknown or mistyped override, or an invalid config.
     """
     changes = overrides(arguments, parser)
-    tree = _run_config_file(path).to_dict()
+    return _changed(_run_config_file(path).to_dict(), changes)
+
+
+def change(config: Config, arguments: Sequence[str], parser: Parser) -> Config:
+    """A Config with the overrides on the command line. Raises UserError as `load_config`."""
+    return _changed(config_lib.to_dict(config), overrides(arguments, parser))
+
+
+def _changed(tree: dict[str, dict[str, Any]], changes: Mapping[str, Any]) -> Config:
     for name, value in changes.items():
         group, _, leaf = name.partition(".")
         tree.setdefault(group, {})[leaf] = value

@@ -29,6 +29,7 @@ FLOORS = {
     "mhc.sharding": 4,
     "mhc.distributed": 4,
     "mhc.monitor": 5,
+    "mhc.provenance": 5,
     "mhc.monitor.probes": 6,
     "mhc.train": 6,
     "mhc.interop": 7,

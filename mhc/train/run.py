@@ -17,7 +17,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from mhc import config as configs
-from mhc import distributed, remote
+from mhc import distributed, provenance, remote
 from mhc.config import Config
 from mhc.data import pipeline, tokenizers
 from mhc.data.tokenizers import Tokenizer
@@ -71,11 +71,14 @@ def dry_run(config: Config) -> dict[str, Any]:
     }
 
 
-def run(config: Config, workdir: str | Path) -> int:
+def run(config: Config, workdir: str | Path, origin: provenance.Origin | None = None) -> int:
     """Train to ``train.steps``, from the last committed checkpoint of ``workdir`` if there is one.
 
     Where several processes share the run (`mhc.distributed`), all of them call this. ``workdir`` may be ``gs://…``
     (`mhc.remote`).
+
+    Args:
+      origin: the run.json that the config is from: what is another here is said in a line each.
 
     Returns:
       The exit code: 0 when the run ended or was asked to stop (SIGTERM, SIGINT) and saved, 3 when the guard halted it.
@@ -88,7 +91,7 @@ def run(config: Config, workdir: str | Path) -> int:
     """
     with distributed.leaving_when_lost(str(workdir)):
         with distributed.together():
-            made = Run(config, workdir)
+            made = Run(config, workdir, origin=origin)
         return made.execute()
 
 
@@ -111,17 +114,18 @@ class Run:
         workdir: str | Path,
         faults: Faults | None = None,
         devices: Sequence[jax.Device] | None = None,
+        origin: provenance.Origin | None = None,
     ):
         """Open the data and check everything that a user may have got wrong; nothing is written yet.
 
         Args:
-          faults: test hook. devices: those to use; None: all.
+          faults: test hook. devices: those to use; None: all. origin: as `run`.
         """
         self.began = time.perf_counter()
         self.primary = distributed.primary()
         self.home = remote.home(workdir, jax.process_index())
         self.place = self.home.place  # as the user named it
-        self.faults = faults
+        self.faults, self.origin = faults, origin
         self.tokenizer: Tokenizer = tokenizers.load(config.data.tokenizer)
         self.config = configs.resolve(config, self.tokenizer.vocab_size)
         self.mesh: Mesh = make_mesh(self.config.mesh, None if devices is None else list(devices))
@@ -235,6 +239,7 @@ class Run:
         self.wall_before = wall_seconds(self.home.files / "metrics.jsonl") if self.primary else 0.0
         self.rewinds = 0
         latest = self.checkpoints.latest()
+        self._note_start(latest or 0)
         self.fresh = latest is None
         self._restore(latest)
         self.record = self._make_record(-1 if latest is None else latest)
@@ -243,6 +248,18 @@ class Run:
         if latest is not None and self.step < config.train.steps:
             self.record.event("resume", self.step, changes={name: list(pair) for name, pair in self.changes.items()})
             self.progress.note(f"{place}: resuming after step {self.step}")
+
+    def _note_start(self, step: int) -> None:
+        """Add this start to run.json, and say what is another than at the last one or in what it is from."""
+        if not self.primary:
+            return
+        file = self.home.files / provenance.FILE
+        data = {"corpus": self.data_start["corpus"], "tokenizer": self.tokenizer.content_hash}
+        now = provenance.start(self.config, self.mesh, step=step, data=data)
+        earlier = provenance.read(file).starts if file.is_file() else ()
+        for note in provenance.notes(now, earlier, self.origin):
+            self.progress.note(f"{self.place}: {note}")
+        provenance.append(file, self.config, now)
 
     def _make_record(self, last_step: int, *, keep_events: bool = False) -> Record:
         """The record cut to a step. Process 0 cuts and writes it; the others read it first, to judge alike."""
