@@ -66,7 +66,7 @@ class Phases:
         self._entered: set[str] = set()
         self._known = True  # the phase in hand had its programs before
         self._lowering = False  # between the trace of a program and its machine code
-        self._compiled: list[tuple[float, float]] = []  # when, by time.time
+        self._compiled: list[tuple[float, float]] = []  # in steps: when, by time.time
         self._recompilations = 0
         self._phase, self._since = "record", time.monotonic()
 
@@ -95,8 +95,8 @@ class Phases:
         return Doing(self._phase, self._since, self._lowering or not self._known)
 
     def take(self) -> dict[str, Any]:
-        """Since the last call: ``compile_seconds``, ``checkpoint_seconds``, ``validation_seconds``, ``probe_seconds``,
-        and ``recompilations``: programs compiled in phases that had theirs.
+        """Since the last call: ``checkpoint_seconds``, ``validation_seconds``, ``probe_seconds``; ``compile_seconds``
+        of steps; and ``recompilations``: programs compiled in phases that had theirs.
         """
         taken: dict[str, Any] = {"compile_seconds": _union(self._compiled)}
         for phase in ("checkpoint", "validation", "probe"):
@@ -112,7 +112,8 @@ class Phases:
         def heard(event: str, start_time: float, end_time: float, **kwargs: str | int) -> None:
             if not event.startswith(_COMPILING) or threading.get_ident() != self._thread:
                 return
-            self._compiled.append((start_time, end_time))
+            if self._phase == "step":
+                self._compiled.append((start_time, end_time))
             if event == _TRACED:
                 self._lowering = True
             elif event == _COMPILED:
@@ -188,13 +189,14 @@ class Watchdog:
 
     def _watch(self) -> None:
         reported: Doing | None = None
-        wait = 0.0
+        look = min(1.0, self._config.seconds / 10)  # seconds between two looks, at most: a phase may change meanwhile
+        wait = look
         while not self._end.wait(wait):
             doing, now = self._phases.doing(), time.monotonic()
             idle = now - doing.since
             if reported is not None:
                 if doing.since == reported.since:
-                    wait = min(1.0, self._config.seconds / 10)
+                    wait = look
                     continue
                 self._resumed(Stall(reported, doing.since - reported.since))
                 reported = None
@@ -202,7 +204,7 @@ class Watchdog:
             if idle >= limit:
                 reported = doing
                 self._stalled(Stall(doing, idle))
-            wait = min(1.0, max(limit - idle, 1e-3))
+            wait = min(look, max(limit - idle, 1e-3))
 
 
 def dump_stacks(*streams: Any) -> None:

@@ -437,7 +437,7 @@ class Run:
         """
         number = f" (process {jax.process_index()})" if jax.process_count() > 1 else ""
         said = (
-            f"{self.place}{number}: no progress for {stall.seconds:.0f} s: {stall.doing.words}, after step {self.step}"
+            f"{self.place}{number}: no progress for {stall.seconds:.3g} s: {stall.doing.words}, after step {self.step}"
         )
         self._say(f"{said}; the stacks of all threads follow")
         self._event_of(stall, "stall")
@@ -451,7 +451,7 @@ class Run:
             os._exit(STALLED)
 
     def _resumed(self, stall: Stall) -> None:
-        self._say(f"{self.place}: going on after {stall.seconds:.0f} s {stall.doing.words}, after step {self.step}")
+        self._say(f"{self.place}: going on after {stall.seconds:.3g} s {stall.doing.words}, after step {self.step}")
         self._event_of(stall, "stall_over")
 
     def _say(self, text: str) -> None:
