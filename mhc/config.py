@@ -25,7 +25,7 @@ from typing import Any, ClassVar, NoReturn
 from mhc import kinds
 from mhc.errors import UserError, did_you_mean
 
-SOURCES = ("stdlib", "tfds:<name>", "text:<glob>", "tokens:<glob>")
+SOURCES = ("stdlib", "tfds:<name>", "text:<glob>", "tokens:<glob>", "prepared:<folder>")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,8 +111,9 @@ def _check(group: type[_Group], field: dataclasses.Field[Any], hint: Any, value:
         _refuse(name, value, allowed, did_you_mean(value, rule.allowed()))
     if rule.source:
         prefix, colon, rest = value.partition(":")
-        if value != "stdlib" and not (prefix in ("tfds", "text", "tokens") and rest):
-            nearest = did_you_mean(prefix, ("stdlib", "tfds", "text", "tokens")) if not colon or rest else ""
+        kinds_of = [name.partition(":")[0] for name in SOURCES]
+        if value != "stdlib" and not (prefix in kinds_of[1:] and rest):
+            nearest = did_you_mean(prefix, kinds_of) if not colon or rest else ""
             _refuse(name, value, allowed, nearest)
     return value
 

@@ -72,7 +72,7 @@ class _Files:
         if not len(index.start):
             raise UserError(f"{self.label} is empty: {len(self.places)} file(s) without any {self.unit}")
         if not whole:
-            index = take_split(index, self.names, data.holdout, split, self.label)
+            index = index[of_split(index.owner, index.number, self.names, data.holdout, split, self.label)]
         self.index = index
         described = [self.label.partition(":")[0], split, whole, self.names, sizes, *self._settings(sizes)]
         self.fingerprint = hashlib.sha256(json.dumps(described).encode()).hexdigest()[:16]
@@ -227,7 +227,7 @@ class TextFiles(_Files):
             value = json.loads(line.decode())
         except UnicodeDecodeError as error:
             raise UserError(f"{place}: not UTF-8 at byte {start + error.start} of the file") from None
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise UserError(f"{place}: not JSON: {error}") from None
         if not isinstance(value, dict):
             raise UserError(f"{place}: not a JSON object but {type(value).__name__}")
@@ -378,16 +378,18 @@ def _open_tokens(path: Path, token_dtype: str, shown: str) -> np.ndarray:
     return np.memmap(path, token_dtype, mode="r")
 
 
-def take_split(index: Index, names: list[str], holdout: float, split: str, label: str) -> Index:
-    """The documents of a split; each split has at least one, or UserError."""
-    held = held_out(index.owner, index.number, names, holdout)
+def of_split(
+    owner: np.ndarray, number: np.ndarray, names: list[str], holdout: float, split: str, label: str
+) -> np.ndarray:
+    """bool[n]: which documents are of a split, by `held_out`; at least one, or UserError."""
+    held = held_out(owner, number, names, holdout)
     wanted = held if split == "validation" else ~held
     if not wanted.any():
         raise UserError(
             f"{label}: nothing is left for {split} of {len(held)} document(s) at data.holdout={holdout}; "
             "change data.holdout or name another corpus in data.validation"
         )
-    return index[wanted]
+    return wanted
 
 
 def held_out(owner: np.ndarray, number: np.ndarray, names: list[str], holdout: float) -> np.ndarray:

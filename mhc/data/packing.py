@@ -13,6 +13,7 @@ from it, which is all that a checkpoint needs.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable
 from typing import Protocol
 
@@ -31,10 +32,37 @@ class Document:
 
 
 @dataclasses.dataclass(frozen=True)
+class Tokenised:
+    """A document that was tokenised beforehand, in pieces: what a tokeniser gives may depend on where it is cut."""
+
+    ids: np.ndarray  # unsigned[n]
+    lengths: np.ndarray | None  # unsigned[n]: bytes of text that each id stands for; None: the tokeniser's byte_lengths
+    ends: np.ndarray  # int64[p]: ids up to the end of each piece
+    rests: np.ndarray  # int64[p]: bytes of each piece beyond those of its ids
+
+    @property
+    def rest(self) -> int:
+        """Bytes of text beyond those of the ids."""
+        return int(self.rests.sum())
+
+    def part(self, part: int, parts: int) -> Tokenised:
+        """One of ``parts`` parts: the piece of that number where it was tokenised in as many, else as many ids each."""
+        first, last = part, part + 1
+        if parts == len(self.ends):
+            start, stop = int(self.ends[part - 1]) if part else 0, int(self.ends[part])
+        else:
+            start, stop = len(self.ids) * part // parts, len(self.ids) * (part + 1) // parts
+            first = int(np.searchsorted(self.ends, start, side="right")) if part else 0
+            last = int(np.searchsorted(self.ends, stop, side="right"))
+        lengths = None if self.lengths is None else self.lengths[start:stop]
+        return Tokenised(self.ids[start:stop], lengths, np.array([stop - start]), self.rests[first:last])
+
+
+@dataclasses.dataclass(frozen=True)
 class Piece:
     """A document before it is tokenised, or a part of it."""
 
-    content: bytes | np.ndarray  # UTF-8 text, or ids
+    content: bytes | np.ndarray | Tokenised  # UTF-8 text, or ids
     ends: bool  # whether the document ends here
 
 
@@ -48,7 +76,7 @@ class Documents(Protocol):
 
     def __len__(self) -> int: ...
 
-    def __getitem__(self, index: int) -> bytes | np.ndarray: ...
+    def __getitem__(self, index: int) -> bytes | np.ndarray | Tokenised: ...
 
     def ends(self, index: int) -> bool: ...
 
@@ -67,8 +95,7 @@ class Pieces:
         self._size = size or 0
         self._first: np.ndarray | None = None  # int64[n + 1]: number of each document's first piece
         if size is not None and documents.sizes is not None:
-            parts = np.clip(documents.sizes // size, 1, _MOST_PIECES)
-            self._first = np.concatenate([[0], np.cumsum(parts)])
+            self._first = np.concatenate([[0], np.cumsum(count_pieces(documents.sizes, size))])
 
     def __len__(self) -> int:
         return len(self._documents) if self._first is None else int(self._first[-1])
@@ -79,24 +106,40 @@ class Pieces:
         document = self.document(index)
         part, parts = index - int(self._first[document]), int(self._first[document + 1] - self._first[document])
         content = self._documents[document]
-        start, stop = self._cut(content, part, parts), self._cut(content, part + 1, parts)
-        return Piece(content[start:stop], part + 1 == parts and self._documents.ends(document))
+        ends = part + 1 == parts and self._documents.ends(document)
+        if isinstance(content, Tokenised):
+            return Piece(content.part(part, parts), ends)
+        start, stop = (_cut(content, number, parts, self._size) for number in (part, part + 1))
+        return Piece(content[start:stop], ends)
 
     def document(self, index: int) -> int:
         """The document that a piece is of."""
         return index if self._first is None else int(np.searchsorted(self._first, index, side="right")) - 1
 
-    def _cut(self, content: bytes | np.ndarray, part: int, parts: int) -> int:
-        place = len(content) * part // parts
-        if part in (0, parts) or not isinstance(content, bytes):
-            return place
-        for mark in (b"\n", b" "):
-            found = content.find(mark, place, place + self._size // 4)
-            if found >= 0:
-                return found + 1
-        while place < len(content) and content[place] & 0xC0 == 0x80:
-            place += 1
+
+def count_pieces(sizes: np.ndarray, size: int) -> np.ndarray:
+    """int64[n]: in how many pieces of about ``size`` bytes or ids documents are read."""
+    return np.clip(sizes // size, 1, _MOST_PIECES)
+
+
+def cut_text(content: bytes, parts: int, size: int) -> list[bytes]:
+    """The pieces of a text, as `Pieces` gives them one by one."""
+    places = [_cut(content, part, parts, size) for part in range(parts + 1)]
+    return [content[start:stop] for start, stop in itertools.pairwise(places)]
+
+
+def _cut(content: bytes | np.ndarray, part: int, parts: int, size: int) -> int:
+    """Where a part begins."""
+    place = len(content) * part // parts
+    if part in (0, parts) or not isinstance(content, bytes):
         return place
+    for mark in (b"\n", b" "):
+        found = content.find(mark, place, place + size // 4)
+        if found >= 0:
+            return found + 1
+    while place < len(content) and content[place] & 0xC0 == 0x80:
+        place += 1
+    return place
 
 
 class DocumentStream:

@@ -21,7 +21,8 @@ import numpy as np
 
 from mhc.config import DataConfig
 from mhc.data.files import TokenFiles, piece_size
-from mhc.data.packing import Batch, Document, DocumentStream, Piece, Pieces, empty_batch, fill_row
+from mhc.data.packing import Batch, Document, DocumentStream, Piece, Pieces, Tokenised, empty_batch, fill_row
+from mhc.data.prepared import Prepared
 from mhc.data.sources import Source, Split, open_source
 from mhc.data.tokenizers import ByteTokenizer, Tokenizer
 from mhc.errors import UserError
@@ -217,11 +218,14 @@ def validation_batches(
 def open_corpus(data: DataConfig, tokenizer: Tokenizer, split: Split) -> Source:
     """`open_source`, checked against the tokeniser and the sequence length.
 
-    Raises UserError for ids outside the vocabulary and for a training split shorter than a sequence.
+    Raises UserError for ids outside the vocabulary, for data prepared with another tokeniser, and for a training split
+    shorter than a sequence.
     """
     source = open_source(data, split)
     if isinstance(source, TokenFiles):
         source.check_vocabulary(tokenizer.vocab_size)
+    if isinstance(source, Prepared):
+        source.check_tokenizer(tokenizer)
     if split == "train":
         encode = encoder(source, tokenizer)
         pairs = 0
@@ -259,6 +263,10 @@ class _Encode(grain.transforms.Map):
         if isinstance(piece.content, bytes):
             ids, lengths = tokenizer.encode_with_bytes(piece.content)
             rest = len(piece.content) - int(lengths.sum())
+        elif isinstance(piece.content, Tokenised):
+            ids, rest = piece.content.ids, piece.content.rest
+            known = piece.content.lengths
+            lengths = tokenizer.byte_lengths[ids] if known is None else known.astype(np.int32)
         else:
             ids = piece.content
             lengths = tokenizer.byte_lengths[ids]

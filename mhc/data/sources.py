@@ -1,6 +1,7 @@
-"""Sources of documents, by the name that ``data.source`` gives: stdlib, tfds:<name>, text:<glob>, tokens:<glob>.
+"""Sources of documents, by the name that ``data.source`` gives.
 
-A source is one split of a corpus with random access. Its documents are UTF-8 text (bytes) or, for ``tokens:``, ids.
+stdlib, tfds:<name>, text:<glob>, tokens:<glob>, prepared:<folder>. A source is one split of a corpus with random
+access. Its documents are UTF-8 text (bytes) or, for ``tokens:`` and ``prepared:``, ids.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ import numpy as np
 from mhc.config import DataConfig
 from mhc.data import stdlib, tokenizers
 from mhc.data.files import TextFiles, TokenFiles, hold_out
+from mhc.data.packing import Tokenised
 from mhc.data.places import cache_directory
+from mhc.data.prepared import Prepared
 from mhc.errors import UserError
 
 Split = Literal["train", "validation"]
@@ -38,8 +41,8 @@ class Source(Protocol):
 
     def __len__(self) -> int: ...
 
-    def __getitem__(self, index: int) -> bytes | np.ndarray:
-        """UTF-8 text, or int64[n] ids."""
+    def __getitem__(self, index: int) -> bytes | np.ndarray | Tokenised:
+        """UTF-8 text, int64[n] ids, or ids with the bytes that they stand for."""
         ...
 
     def ends(self, index: int) -> bool:
@@ -55,27 +58,30 @@ def open_source(data: DataConfig, split: Split) -> Source:
     """A split of the corpus that ``data`` describes.
 
     ``train`` is that split of ``data.source``. ``validation`` is ``data.validation`` when that names another corpus:
-    all of it for text: and tokens:, its validation split for stdlib and tfds:. Otherwise it is what ``data.source``
-    holds out: its own validation split (TFDS: ``validation``, else ``test``), or a share of ``data.holdout`` of it.
+    all of it for text:, tokens: and prepared:, its validation split for stdlib and tfds:. Otherwise it is what
+    ``data.source`` holds out: its own validation split (TFDS: ``validation``, else ``test``), or a share of
+    ``data.holdout`` of it.
 
     Raises UserError for everything that is wrong with the corpus.
     """
     apart = data.validation is not None and data.validation != data.source
     spec = data.validation if split == "validation" and data.validation is not None else data.source
-    kind, _, rest = spec.partition(":")  # one of the four kinds, by DataConfig
+    kind, _, rest = spec.partition(":")  # one of the five kinds, by DataConfig
     if spec == "stdlib":
         return _Tfds(stdlib.prepare(cache_directory(data)), "text", split, "stdlib", data.holdout, whole=False)
     if kind == "tfds":
         return _open_tfds(data, rest, split, whole=apart)
     if kind == "text":
         return TextFiles(data, rest, split, whole=apart)
+    if kind == "prepared":
+        return Prepared(data, rest, split, whole=apart)
     return TokenFiles(data, rest, split, whole=apart)
 
 
 def documents(data: DataConfig, split: Split) -> Iterator[bytes]:
     """The raw text of a split's documents (or blocks of them), in order: the bytes that bits per byte are counted over.
 
-    Documents of ``tokens:`` are decoded with ``data.tokenizer``. Raises UserError as `open_source` does.
+    Documents of ids are decoded with ``data.tokenizer``. Raises UserError as `open_source` does.
     """
     source = open_source(data, split)
     tokenizer: tokenizers.Tokenizer | None = None
@@ -83,7 +89,8 @@ def documents(data: DataConfig, split: Split) -> Iterator[bytes]:
         document = source[index]
         if not isinstance(document, bytes):
             tokenizer = tokenizer or tokenizers.load(data.tokenizer)
-            document = tokenizer.decode(document).encode()
+            ids = document.ids if isinstance(document, Tokenised) else document
+            document = tokenizer.decode(ids).encode()
         yield document
 
 

@@ -8,6 +8,7 @@ import json
 import os
 import threading
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import pytest
@@ -87,7 +88,7 @@ def test_epochs_differ_and_each_gives_every_token_as_a_target_once(texts: DataCo
         read.append([tuple(targets[row][a:b]) for a, b in itertools.pairwise(starts)])
     order = [read[position % batch_size][position // batch_size] for position in range(3 * len(pieces))]
     epochs = [order[start : start + len(pieces)] for start in range(0, len(order), len(pieces))]
-    expected = sorted((*piece.content, *[BYTES.eos_id] * piece.ends) for piece in wanted)
+    expected = sorted((*cast(bytes, piece.content), *[BYTES.eos_id] * piece.ends) for piece in wanted)
     assert [sorted(epoch) for epoch in epochs] == [expected] * 3
     assert epochs[0] != epochs[1] != epochs[2] != epochs[0]
 

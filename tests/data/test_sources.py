@@ -11,7 +11,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -152,7 +152,7 @@ def test_token_files_of_both_kinds_are_cut_at_the_end_token(tmp_path: Path) -> N
     for name, token_dtype in (("a.npy", "uint16"), ("a.bin", "uint16"), ("b.bin", "uint32")):
         data = config(tmp_path, f"tokens:{tmp_path}/{name}", end_token=250, token_dtype=token_dtype)
         sources = [open_source(data, "train"), open_source(data, "validation")]
-        found.append(sorted(tuple(source[i]) for source in sources for i in range(len(source))))
+        found.append(sorted(tuple(cast(np.ndarray, source[i])) for source in sources for i in range(len(source))))
         assert all(source.ends(0) for source in sources)
     assert found[0] == found[1] == found[2] == sorted(tuple(doc) for doc in docs)
 

@@ -1,0 +1,268 @@
+"""``prepared:<folder>``: a corpus that ``python -m mhc.data.prepare`` tokenised once.
+
+The folder holds
+
+    shard-00000.array_record, …   a record a document: its ids, see `pack`
+    shard-00000.npy, …            a row of `TABLE` a document: its key in the corpus, and counts
+    manifest.json                 what was prepared and how; it is written last, when all else is there
+    origin.json                   where the corpus' files lay and when they had changed, to notice that they do
+
+A document's key is what it is held out by, and its size there what it is cut by: so a run reads what it would read from
+the text itself, in the same order. What a tokeniser gives may depend on where a text is cut; hence a
+document is tokenised in the pieces that training reads (`mhc.data.packing.Pieces`), a held-out one as a whole.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import json
+import logging
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mhc import remote
+from mhc.config import DataConfig
+from mhc.data.files import of_split
+from mhc.data.packing import Tokenised
+from mhc.data.places import cache_directory, is_lines, replacing, sha256
+from mhc.data.tokenizers import Tokenizer
+from mhc.errors import UserError
+
+FORMAT = 1  # of the folder
+MANIFEST, ORIGIN, PLAN = "manifest.json", "origin.json", "plan.json"  # the last: a manifest before there are shards
+TABLE = np.dtype(
+    [
+        ("file", "<i4"),  # number of the document's file in the manifest
+        ("start", "<i8"),  # place in the file, as `mhc.data.files.Index` has it
+        ("stop", "<i8"),
+        ("number", "<i8"),
+        ("ends", "?"),
+        ("ids", "<u4"),
+        ("bytes", "<u4"),  # of text
+    ]
+)
+_log = logging.getLogger(__name__)
+
+
+# Records --------------------------------------------------------------------------------------------------------------
+
+
+def pack(document: Tokenised) -> bytes:
+    """A document as a record, for `unpack`.
+
+    Pieces p, bytes an id, bytes a length (0: they are the tokeniser's): uint32[3]; ends and rests: uint32[p] each; ids
+    and lengths: unsigned of those widths, [n] each. All little-endian.
+    """
+    arrays = [_narrow(document.ids)] + ([] if document.lengths is None else [_narrow(document.lengths)])
+    widths = [array.dtype.itemsize for array in arrays] + ([0] if document.lengths is None else [])
+    header = np.concatenate([[len(document.ends), *widths], document.ends, document.rests]).astype("<u4")
+    return b"".join(array.tobytes() for array in (header, *arrays))
+
+
+def unpack(record: bytes) -> Tokenised:
+    """What `pack` was given, as views of the record."""
+    pieces, width, length_width = (int(value) for value in np.frombuffer(record, "<u4", 3))
+    ends = np.frombuffer(record, "<u4", pieces, 12)
+    rests = np.frombuffer(record, "<u4", pieces, 12 + 4 * pieces)
+    start, count = 12 + 8 * pieces, int(ends[-1])
+    ids = np.frombuffer(record, f"<u{width}", count, start)
+    lengths = np.frombuffer(record, f"<u{length_width}", count, start + width * count) if length_width else None
+    return Tokenised(ids, lengths, ends, rests)
+
+
+def _narrow(values: np.ndarray) -> np.ndarray:
+    """Unsigned in as few bytes as hold them all."""
+    return values.astype(np.min_scalar_type(int(values.max(initial=0))).newbyteorder("<"))
+
+
+# The source -----------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class _Shard:
+    """What grain wants to know of a file instead of opening it."""
+
+    filename: str
+    skip: int
+    take: int
+    examples_in_shard: int
+
+
+class Prepared:
+    """A split of a prepared corpus: a `mhc.data.sources.Source` whose documents are `Tokenised`.
+
+    Raises UserError (at opening) for a folder that is not prepared, or not to the end, whose files are not those of its
+    manifest, or whose corpus has changed since.
+    """
+
+    def __init__(self, data: DataConfig, folder: str, split: str, whole: bool):
+        """Args: ``whole``: ignore the split and take every document."""
+        import grain
+
+        self.label = f"prepared:{folder}"
+        self._data = data
+        content, self.manifest = _manifest(folder)
+        self._where = _local(folder, content, self.manifest, data)
+        _check_unchanged(self._where, self.manifest, self.label)
+        shards = self.manifest["shards"]
+        table = np.concatenate([np.load(self._where / f"{shard['name']}.npy") for shard in shards])
+        self._names: list[str] = [file["name"] for file in self.manifest["files"]]
+        self._records = np.arange(len(table))
+        if not whole:
+            wanted = of_split(table["file"], table["number"], self._names, data.holdout, split, self.label)
+            self._records, table = self._records[wanted], table[wanted]
+        self._table = table
+        self._reader = grain.sources.ArrayRecordDataSource(
+            [
+                _Shard(str(self._where / f"{shard['name']}.array_record"), 0, count, count)
+                for shard in shards
+                for count in [shard["documents"]]
+            ]
+        )
+        described = [hashlib.sha256(content).hexdigest(), split, whole, data.holdout]
+        self.fingerprint = hashlib.sha256(json.dumps(described).encode()).hexdigest()[:16]
+        self._tell_differences(whole)
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    def __getitem__(self, index: int) -> Tokenised:
+        return unpack(self._reader[int(self._records[index])])
+
+    @functools.cached_property
+    def sizes(self) -> np.ndarray:
+        """int64[n]: bytes that each document takes in its file, as the text itself would have it."""
+        return self._table["stop"] - self._table["start"]
+
+    def ends(self, index: int) -> bool:
+        """Whether document i is more than a block of one that goes on."""
+        return bool(self._table["ends"][index])
+
+    def name(self, index: int) -> str:
+        """File of the corpus, and line, row or bytes."""
+        row = self._table[index]
+        name = self._names[row["file"]]
+        if name.endswith(".parquet"):
+            return f"{self.label}, {name}, row {row['number'] - 1}"
+        place = f"line {row['number']}" if is_lines(name) else f"bytes {row['start']}–{row['stop']}"
+        return f"{self.label}, {name}, {place}"
+
+    def check_tokenizer(self, tokenizer: Tokenizer) -> None:
+        """Raises UserError where the corpus was prepared with another tokeniser."""
+        theirs = self.manifest["tokenizer"]
+        if theirs["hash"] != tokenizer.content_hash:
+            raise UserError(
+                f"{self.label} was prepared with the tokeniser {theirs['name']} of hash {theirs['hash']}, "
+                f"data.tokenizer={self._data.tokenizer} has the hash {tokenizer.content_hash}"
+            )
+
+    def _tell_differences(self, whole: bool) -> None:
+        fields = ("sequence_length",) if whole else ("sequence_length", "holdout")
+        other = [name for name in fields if self.manifest[name] != getattr(self._data, name)]
+        if other:
+            _log.warning(
+                "%s was prepared for %s, this run has %s: long documents are cut elsewhere than in the text itself",
+                self.label,
+                ", ".join(f"data.{name}={self.manifest[name]}" for name in other),
+                ", ".join(f"{getattr(self._data, name)}" for name in other),
+            )
+
+
+def manifest_hash(data: DataConfig, source: str | None = None) -> str | None:
+    """The SHA-256, in hex, of the manifest of ``source`` (None: ``data.source``); None where it is not prepared.
+
+    Equal for equal shards made of equal text: the manifest has the hashes of both, and no path or time.
+    Raises UserError as `Prepared` does for its folder.
+    """
+    kind, _, folder = (source or data.source).partition(":")
+    return hashlib.sha256(_manifest(folder)[0]).hexdigest() if kind == "prepared" else None
+
+
+def _manifest(folder: str) -> tuple[bytes, dict[str, Any]]:
+    """A folder's manifest, as bytes and as JSON."""
+    place = remote.path(os.path.expanduser(folder))
+    content = remote.read(place / MANIFEST)
+    if content is None:
+        if remote.read(place / PLAN) is not None:
+            raise UserError(
+                f"prepared:{folder} is not prepared to the end (no {MANIFEST}); start python -m mhc.data.prepare again"
+            )
+        raise UserError(
+            f"prepared:{folder} has no {MANIFEST}; prepare it: python -m mhc.data.prepare --source … --out {folder}"
+        )
+    try:
+        manifest: dict[str, Any] = json.loads(content)
+        found = manifest["format"]
+    except (ValueError, TypeError, KeyError):
+        raise UserError(f"{place / MANIFEST} is not the manifest of a prepared corpus") from None
+    if found != FORMAT:
+        raise UserError(f"{place / MANIFEST} has the format {found}, this version reads {FORMAT}; prepare it again")
+    return content, manifest
+
+
+def _local(folder: str, content: bytes, manifest: dict[str, Any], data: DataConfig) -> Path:
+    """The folder, or its copy in the cache directory where it is in a store; its shards have their sizes."""
+    place = remote.path(os.path.expanduser(folder))
+    where = place
+    if not isinstance(place, Path):
+        where = cache_directory(data) / "prepared" / hashlib.sha256(content).hexdigest()[:24]
+    for shard in manifest["shards"]:
+        for ending, about in shard["files"].items():
+            name = f"{shard['name']}.{ending}"
+            if not isinstance(place, Path) and not (where / name).exists():
+                _fetch(place / name, where / name, about["sha256"])
+            if not (where / name).is_file():
+                raise UserError(f"prepared:{folder}: {name} is missing; prepare it again")
+            if (where / name).stat().st_size != about["size"]:
+                raise UserError(f"prepared:{folder}: {name} is not of the size in {MANIFEST}; prepare it again")
+    return where
+
+
+def _fetch(source: remote.Folder, target: Path, digest: str) -> None:
+    _log.info("copying %s to %s", source, target)
+    with replacing(target) as temporary:
+        try:
+            with remote.plainly(source), source.open("rb") as file, open(temporary, "wb") as copy:
+                shutil.copyfileobj(file, copy, 1 << 20)
+        except FileNotFoundError:
+            raise UserError(f"{source} is missing; prepare it again") from None
+        if sha256(temporary) != digest:
+            raise UserError(f"{source} is not what {MANIFEST} says: its SHA-256 differs; copy the folder again")
+
+
+# The corpus' own files ------------------------------------------------------------------------------------------------
+
+
+def _check_unchanged(folder: Path, manifest: dict[str, Any], label: str) -> None:
+    """Raises UserError for a file of the corpus that is where it was when it was prepared, with another content.
+
+    A file of the same size and time of change passes; only one whose time alone differs is read, for its hash. Files
+    that are gone pass, and so do those of a store, which are not asked for.
+    """
+    origin = folder / ORIGIN
+    if not origin.is_file():
+        return
+    places = json.loads(origin.read_text("utf-8"))["files"]
+    for file in manifest["files"]:
+        place = places.get(file["name"])
+        if place is None or remote.is_remote(place["path"]) or not os.path.isfile(place["path"]):
+            continue
+        state = os.stat(place["path"])
+        if (state.st_size, state.st_mtime_ns) == (file["size"], place["version"]):
+            continue
+        if state.st_size != file["size"] or _hash_of(place["path"], state.st_mtime_ns) != file["checksum"]:
+            raise UserError(
+                f"{place['path']} has changed since {label} was prepared from it: prepare it again, "
+                f"or remove {origin} to read what was prepared"
+            )
+
+
+@functools.lru_cache(maxsize=1 << 16)
+def _hash_of(path: str, version: int) -> str:
+    return f"sha256:{sha256(path)}"

@@ -1,0 +1,450 @@
+"""A corpus tokenised once is read as the text itself would be, and is the same bytes however it came about."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import itertools
+import json
+import logging
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mhc.config import DataConfig
+from mhc.data import files, prepare, tokenizers
+from mhc.data.packing import Tokenised
+from mhc.data.pipeline import open_corpus, train_iterator, validation_batches
+from mhc.data.prepared import Prepared, manifest_hash, pack, unpack
+from mhc.data.sources import documents, open_source
+from mhc.errors import UserError
+from tests.data.conftest import sentence
+from tests.data.test_pipeline import same, take
+from tests.object_store import ObjectStore, serving
+
+ROOT = Path(__file__).parents[2]
+
+
+def write_lines(path: Path, count: int, seed: int, most: int = 40) -> None:
+    """``count`` texts of up to so many lines, the longest of several pieces, a few cut in the middle of words."""
+    rng = random.Random(seed)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    texts = []
+    for _ in range(count):
+        lines = [sentence(rng, 12) for _ in range(rng.randint(1, most))]
+        texts.append("\n".join(lines) if rng.random() < 0.8 else "".join(lines).replace(" ", ""))
+    path.write_text("\n".join(json.dumps({"text": text}) for text in texts), encoding="utf-8")
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def raw(folder: Path, source: str, tokenizer: str, **changes: Any) -> DataConfig:
+    changes = {"sequence_length": 16, "prefetch": 0, "cache_dir": str(folder / "cache"), "holdout": 0.2, **changes}
+    return DataConfig(source=source, tokenizer=tokenizer, **changes)
+
+
+def prepared(data: DataConfig, out: Path, **options: Any) -> DataConfig:
+    """The same data, prepared."""
+    fields = ("tokenizer", "field", "sequence_length", "holdout", "cache_dir")
+    prepare.prepare(data.source, str(out), **{name: getattr(data, name) for name in fields}, **options)
+    return dataclasses.replace(data, source=f"prepared:{out}")
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory, bpe: str) -> tuple[DataConfig, DataConfig]:
+    """A corpus of two files as text and prepared in seven shards."""
+    folder = tmp_path_factory.mktemp("small")
+    for number in range(2):
+        write_lines(folder / "corpus" / f"{number}.jsonl", 30, number)
+    data = raw(folder, f"text:{folder}/corpus/*.jsonl", bpe)
+    return data, prepared(data, folder / "out", shard_size=9000, workers=2)
+
+
+def copied(small: tuple[DataConfig, DataConfig], tmp_path: Path) -> tuple[DataConfig, Path]:
+    """Corpus and prepared folder as a test's own: what is prepared, and the folder."""
+    text, made = small
+    corpus, out = (Path(data.source.partition(":")[2]) for data in (text, made))
+    shutil.copytree(corpus.parent, tmp_path / "corpus")
+    shutil.copytree(out, tmp_path / "out")
+    origin = json.loads((tmp_path / "out" / "origin.json").read_text())
+    for name, place in origin["files"].items():
+        place["path"] = str(tmp_path / "corpus" / name)
+    (tmp_path / "out" / "origin.json").write_text(json.dumps(origin))
+    return dataclasses.replace(text, source=f"text:{tmp_path}/corpus/*.jsonl"), tmp_path / "out"
+
+
+def equal_batches(one: DataConfig, other: DataConfig, count: int = 60) -> None:
+    tokenizer = tokenizers.load(one.tokenizer)
+    training = [train_iterator(data, tokenizer, batch_size=4, seed=1) for data in (one, other)]
+    same(*(take(iterator, count) for iterator in training))
+    same(*(list(validation_batches(data, tokenizer, batch_size=4, batches=0)) for data in (one, other)))
+
+
+# --- what a run reads
+
+
+def test_batches_are_those_of_the_text_bit_for_bit(small: tuple[DataConfig, DataConfig]) -> None:
+    text, made = small
+    equal_batches(text, made, 300)  # over the end of an epoch
+    source = open_source(made, "train")
+    assert isinstance(source, Prepared)
+    assert len(source.manifest["shards"]) > 5
+    # The corpus tells pieces that are tokenised by themselves from a whole document that is cut afterwards.
+    tokenizer = tokenizers.load(text.tokenizer)
+    whole = [tokenizer.encode(document).tolist() for document in documents(text, "train")]
+    assert [source[i].ids.tolist() for i in range(len(source))] != whole
+
+
+@pytest.mark.parametrize("ending", ["txt", "parquet"])
+def test_batches_are_those_of_the_text_for_the_other_formats(tmp_path: Path, bpe: str, ending: str) -> None:
+    rng = random.Random(3)
+    (tmp_path / "corpus").mkdir()
+    for number in range(3):
+        texts = ["\n\n".join(sentence(rng, 30) for _ in range(rng.randint(1, 30))) for _ in range(20)]
+        path = tmp_path / "corpus" / f"{number}.{ending}"
+        if ending == "txt":  # cut into blocks
+            path.write_text("\n\n".join(texts), encoding="utf-8")
+        else:
+            pyarrow.parquet.write_table(pyarrow.table({"body": texts}), path)
+    data = raw(tmp_path, f"text:{tmp_path}/corpus/*.{ending}", "bytes" if ending == "txt" else bpe, field="body")
+    made = prepared(data, tmp_path / "out", workers=1)
+    equal_batches(data, made)
+    names = [open_source(each, "train").name(4).removeprefix(f"{made.source}, ") for each in (data, made)]
+    assert names[0].replace(f"{tmp_path}/corpus/", "") == names[1]
+
+
+def test_a_validation_set_of_its_own(tmp_path: Path, small: tuple[DataConfig, DataConfig]) -> None:
+    write_lines(tmp_path / "held" / "a.jsonl", 20, 9)
+    text = dataclasses.replace(small[0], validation=f"text:{tmp_path}/held/a.jsonl")
+    alone = dataclasses.replace(text, source=str(text.validation), validation=None)
+    made = dataclasses.replace(text, validation=prepared(alone, tmp_path / "out", whole=True, workers=1).source)
+    tokenizer = tokenizers.load(text.tokenizer)
+    same(*(list(validation_batches(data, tokenizer, batch_size=4, batches=0)) for data in (text, made)))
+
+
+def test_texts_come_back_from_their_ids(small: tuple[DataConfig, DataConfig]) -> None:
+    text, made = small
+    for split in ("train", "validation"):
+        assert list(documents(made, split)) == list(documents(text, split))
+
+
+def test_other_lengths_and_shares_lose_no_token_and_are_told(
+    small: tuple[DataConfig, DataConfig], caplog: pytest.LogCaptureFixture
+) -> None:
+    made = dataclasses.replace(small[1], sequence_length=24, holdout=0.4)
+    tokenizer = tokenizers.load(made.tokenizer)
+    with caplog.at_level(logging.WARNING):
+        held = list(validation_batches(made, tokenizer, batch_size=4, batches=0))
+    assert re.search(r"prepared for data.sequence_length=16, data.holdout=0.2, this run has 24, 0.4", caplog.text)
+    bytes_held = sum(map(len, documents(made, "validation")))
+    assert sum(int(batch["target_bytes"].sum()) for batch in held) == bytes_held
+    assert bytes_held > sum(map(len, documents(small[1], "validation")))
+    assert set(documents(made, "validation")) | set(documents(made, "train")) == {
+        text for split in ("train", "validation") for text in documents(small[0], split)
+    }
+    next(train_iterator(made, tokenizer, batch_size=4, seed=0))
+
+
+def test_another_tokeniser_is_refused(small: tuple[DataConfig, DataConfig]) -> None:
+    made = dataclasses.replace(small[1], tokenizer="bytes")
+    with pytest.raises(
+        UserError, match=r"was prepared with the tokeniser tokenizer\.json of hash .*bytes has the hash"
+    ):
+        open_corpus(made, tokenizers.load("bytes"), "train")
+
+
+numbers = st.integers(0, 70_000)
+
+
+@settings(deadline=None)
+@given(
+    pieces=st.lists(st.lists(st.tuples(numbers, numbers), max_size=9), min_size=1, max_size=5),
+    known=st.booleans(),
+    parts=st.integers(1, 6),
+)
+def test_a_record_gives_back_the_document_and_parts_add_up_to_it(
+    pieces: list[list[tuple[int, int]]], known: bool, parts: int
+) -> None:
+    flat = np.array([pair for piece in pieces for pair in piece], np.int64).reshape(-1, 2)
+    ends = np.cumsum([len(piece) for piece in pieces])
+    rests = np.arange(len(pieces)) * 7
+    document = unpack(pack(Tokenised(flat[:, 0], None if known else flat[:, 1], ends, rests)))
+    cut = [document.part(number, parts) for number in range(parts)]
+    for found in (document.ids, np.concatenate([part.ids for part in cut])):
+        np.testing.assert_array_equal(found, flat[:, 0])
+    if not known:
+        np.testing.assert_array_equal(np.concatenate([part.lengths for part in cut]), flat[:, 1])
+    assert (document.lengths is None) == known
+    assert sum(part.rest for part in cut) == document.rest == rests.sum()
+    if parts == len(pieces):
+        assert [len(part.ids) for part in cut] == [len(piece) for piece in pieces]
+        assert [part.rest for part in cut] == rests.tolist()
+
+
+# --- how it is made
+
+
+def test_killed_three_times_it_ends_with_the_same_bytes_whatever_the_workers(tmp_path: Path, bpe: str) -> None:
+    for number in range(3):
+        write_lines(tmp_path / "corpus" / f"{number}.jsonl", 80, number)
+    data = raw(tmp_path, f"text:{tmp_path}/corpus/*.jsonl", bpe)
+    prepared(data, tmp_path / "undisturbed", workers=1, shard_size=8000)
+    expected = content(tmp_path / "undisturbed")
+    shards = sum(name.endswith(".array_record") for name in expected)
+    out = tmp_path / "out"
+    command = [sys.executable, "-W", "error", "-m", "mhc.data.prepare", "--source", data.source, "--out", str(out)]
+    command += ["--tokenizer", bpe, "--sequence_length", "16", "--holdout", "0.2"]
+    for part, workers in ((0.1, "2"), (0.4, "1"), (0.7, "2")):
+        running = subprocess.Popen(
+            [*command, "--shard_size", "8KB", "--workers", workers], cwd=ROOT, stderr=subprocess.DEVNULL
+        )
+        while len(list(out.glob("*.array_record"))) < shards * part:
+            assert running.poll() is None
+            time.sleep(0.003)
+        running.send_signal(signal.SIGKILL)
+        running.wait()
+        assert not (out / "manifest.json").exists()
+    with pytest.raises(UserError, match=r"prepared:.*/out is not prepared to the end \(no manifest.json\)"):
+        open_source(dataclasses.replace(data, source=f"prepared:{out}"), "train")
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert re.search(r" MB from before\), [\d.]+ MB/s, 0 min 00 s left", done.stderr)
+    assert re.fullmatch(
+        rf"{out}: 240 documents, [\d,]+ tokens, [\d,]+ bytes of text in {shards} shard\(s\)\n", done.stdout
+    )
+    assert content(out) == expected
+    manifest = json.loads(expected["manifest.json"])
+    for shard in manifest["shards"]:
+        for ending, about in shard["files"].items():
+            assert about["sha256"] == hashlib.sha256(expected[f"{shard['name']}.{ending}"]).hexdigest()
+    texts = [*documents(data, "train"), *documents(data, "validation")]
+    assert manifest["bytes"] == sum(map(len, texts))
+    assert manifest["documents"] == len(texts) == 240
+
+
+@pytest.fixture
+def begun(tmp_path: Path, small: tuple[DataConfig, DataConfig]) -> tuple[DataConfig, Path, dict[str, bytes]]:
+    """A folder as a kill leaves it: the text it is made of, the folder, and what the folder becomes."""
+    data, out = copied(small, tmp_path)
+    expected = content(out)
+    manifest = json.loads((out / "manifest.json").read_text())
+    shards = manifest.pop("shards")
+    for name in ("documents", "tokens", "bytes"):
+        del manifest[name]
+    (out / "manifest.json").unlink()
+    (out / "plan.json").write_text(json.dumps(manifest))
+    for shard in shards[2:]:
+        (out / f"{shard['name']}.array_record").unlink()  # the table alone is no shard
+    (out / ".part-shard-00002.array_record").write_bytes(b"half of a")
+    return data, out, expected
+
+
+def test_a_folder_goes_on_after_files_were_touched(begun: tuple[DataConfig, Path, dict[str, bytes]]) -> None:
+    data, out, expected = begun
+    os.utime(Path(data.source[5:]).parent / "0.jsonl", (1, 1))
+    prepared(data, out)
+    assert content(out) == expected
+    lines: list[str] = []
+    prepared(data, out, tell=lines.append)
+    assert lines[-1] == f"{out} is prepared already"
+    assert content(out) == expected
+
+
+def changed(path: Path) -> None:
+    path.write_bytes(path.read_bytes().replace(b"stream", b"Stream", 1))
+
+
+CHANGES: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "content": (
+        lambda corpus: changed(corpus / "1.jsonl"),
+        r"corpus/1\.jsonl has changed since .*/out was begun: name",
+    ),
+    "size": (
+        lambda corpus: (corpus / "1.jsonl").write_text("{}"),
+        r"corpus/1\.jsonl has changed since .*/out was begun",
+    ),
+    "new": (lambda corpus: (corpus / "2.jsonl").write_text("{}"), r"corpus/2\.jsonl is new since .*/out was begun"),
+    "gone": (lambda corpus: (corpus / "0.jsonl").unlink(), r"0\.jsonl of the corpus is gone since .*/out was begun"),
+}
+
+
+@pytest.mark.parametrize("case", CHANGES)
+def test_a_changed_file_is_named_before_anything_is_written(
+    begun: tuple[DataConfig, Path, dict[str, bytes]], case: str
+) -> None:
+    data, out, _ = begun
+    (out / ".part-shard-00002.array_record").unlink()
+    before = content(out)
+    change, message = CHANGES[case]
+    change(Path(data.source[5:]).parent)
+    with pytest.raises(UserError, match=message):
+        prepared(data, out)
+    assert content(out) == before
+
+
+def test_a_run_notices_a_changed_file(tmp_path: Path, small: tuple[DataConfig, DataConfig]) -> None:
+    text, out = copied(small, tmp_path)
+    data = dataclasses.replace(text, source=f"prepared:{out}")
+    corpus = tmp_path / "corpus"
+    os.utime(corpus / "0.jsonl", (1, 1))
+    open_source(data, "train")  # another time, the same content
+    changed(corpus / "1.jsonl")
+    with pytest.raises(UserError, match=r"corpus/1\.jsonl has changed since prepared:.*/out was prepared from it"):
+        open_source(data, "train")
+    (corpus / "1.jsonl").unlink()
+    open_source(data, "train")
+    (corpus / "0.jsonl").write_text("")
+    with pytest.raises(UserError, match=r"corpus/0\.jsonl has changed .* or remove .*/origin\.json"):
+        open_source(data, "train")
+    (out / "origin.json").unlink()
+    assert open_source(data, "train").fingerprint == open_source(small[1], "train").fingerprint
+
+
+def test_the_manifest_tells_corpora_apart_but_not_their_places(
+    tmp_path: Path, small: tuple[DataConfig, DataConfig]
+) -> None:
+    text, made = small
+    assert manifest_hash(text) is None
+    assert manifest_hash(DataConfig()) is None
+    corpus, out = copied(small, tmp_path)
+    shutil.rmtree(out)
+    os.utime(tmp_path / "corpus" / "0.jsonl", (1, 1))
+    again = prepared(corpus, out, shard_size=9000, workers=1)
+    assert manifest_hash(again) == manifest_hash(made) == manifest_hash(text, made.source)
+    shutil.rmtree(out)
+    changed(tmp_path / "corpus" / "1.jsonl")
+    assert manifest_hash(prepared(corpus, out, shard_size=9000, workers=1)) != manifest_hash(made)
+
+
+def test_what_is_wrong_with_a_prepared_folder_is_one_line(tmp_path: Path, small: tuple[DataConfig, DataConfig]) -> None:
+    data = dataclasses.replace(small[1], source=f"prepared:{tmp_path}/out")
+
+    def says(message: str) -> None:
+        with pytest.raises(UserError, match=message) as caught:
+            open_source(data, "train")
+        assert "\n" not in str(caught.value)
+
+    says(r"out has no manifest\.json; prepare it: python -m mhc\.data\.prepare --source … --out .*/out")
+    _, out = copied(small, tmp_path)
+    manifest = (out / "manifest.json").read_text()
+    shard = out / "shard-00003.array_record"
+    shard.write_bytes(shard.read_bytes()[:-1])
+    says(r"prepared:.*/out: shard-00003\.array_record is not of the size in manifest\.json; prepare it again")
+    shard.unlink()
+    says(r"shard-00003\.array_record is missing; prepare it again")
+    (out / "manifest.json").write_text(manifest.replace('"format": 1', '"format": 9'))
+    says(r"out/manifest\.json has the format 9, this version reads 1; prepare it again")
+    (out / "manifest.json").write_text("[]")
+    says(r"out/manifest\.json is not the manifest of a prepared corpus")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--source", "tokens:a.npy"], "--source: given 'tokens:a.npy', allowed: text:<glob>"),
+        (["--source", "text:{}/none/*"], r"text:.*none/\* matches no file"),
+        (["--tokenizer", "none.json"], "data.tokenizer: 'none.json' is neither"),
+        (["--sequence_length", "8"], r"--out .*/out was begun with sequence_length=16, now it is 8: name a new folder"),
+        (["--holdout", "0.1"], r"was begun with holdout=0\.2, now it is 0\.1"),
+        (["--tokenizer", "bytes"], r"was begun with tokenizer=\w{16}, now it is bytes-258"),
+        (["--validation"], "was begun with whole=False, now it is True"),
+        (["--shard_size", "10KB"], "was begun with shard_size=9000, now it is 10000"),
+        (["--shard_size", "lots"], "--shard_size: given 'lots', allowed: bytes, or as in 64MB"),
+        (["--shard_size", "0.1"], "--shard_size: given '0.1', allowed"),
+        (["--workers", "0"], "--workers: given 0, allowed: 1 or more"),
+        (["--out", "{}/corpus"], "--out .*/corpus: holds other files; name a new folder"),
+        (["--out", "gs://bucket/a"], "--out gs://bucket/a: a URL, allowed: the path of a folder"),
+        (["--worker", "1"], r"unknown argument --worker \(did you mean --workers\?\)"),
+    ],
+)
+def test_a_mistake_on_the_command_line_is_one_line(
+    tmp_path: Path, small: tuple[DataConfig, DataConfig], arguments: list[str], message: str
+) -> None:
+    data, out = copied(small, tmp_path)
+    before = content(out)
+    base = {"--source": data.source, "--out": str(out), "--tokenizer": data.tokenizer, "--holdout": "0.2"}
+    base["--sequence_length"] = "16"
+    given = [value.format(tmp_path) for value in arguments]
+    with pytest.raises(UserError, match=message):
+        prepare.main([*itertools.chain(*base.items()), *given])
+    assert content(out) == before
+
+
+def test_two_processes_do_not_prepare_the_same_folder(tmp_path: Path, small: tuple[DataConfig, DataConfig]) -> None:
+    data, out = copied(small, tmp_path)
+    with prepare._alone(out), pytest.raises(UserError, match=r"--out .*/out: another process is preparing this folder"):
+        prepared(data, out)
+
+
+def test_a_mistake_in_a_document_is_one_line_of_the_process_that_found_it(
+    tmp_path: Path, small: tuple[DataConfig, DataConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file that changes after its lines were found, as a process sees it."""
+    data, _ = copied(small, tmp_path)
+    scan = files.TextFiles._scan
+
+    def scan_and_change(self: files.TextFiles, file: int, block: int) -> Iterator[tuple[int, int, int]]:
+        yield from scan(self, file, block)
+        if file == 1:
+            (tmp_path / "corpus" / "1.jsonl").write_text("[" * 10**6)
+
+    monkeypatch.setattr(files.TextFiles, "_scan", scan_and_change)
+    with pytest.raises(UserError, match=r"1\.jsonl, line \d+: not JSON"):
+        prepared(data, tmp_path / "new", workers=2)
+    assert not (tmp_path / "new" / "manifest.json").exists()
+
+
+# --- a store
+
+
+@pytest.fixture(scope="module")
+def store() -> Iterator[ObjectStore]:
+    if find_spec("gcsfs") is None:
+        pytest.skip("pip install 'mhc-jax[gcs]'")
+    with serving("prepared") as made:
+        yield made
+
+
+def test_a_prepared_folder_in_a_store_and_a_corpus_there(
+    tmp_path: Path, small: tuple[DataConfig, DataConfig], store: ObjectStore
+) -> None:
+    text, made = small
+    out = Path(made.source.partition(":")[2])
+    for name, stored in content(out).items():
+        store.put("prepared", f"a/{name}", stored)
+    there = dataclasses.replace(made, source="prepared:gs://prepared/a", cache_dir=str(tmp_path / "cache"))
+    equal_batches(text, there, 20)
+    assert manifest_hash(there) == manifest_hash(made)
+    shard = store.read("prepared", "a/shard-00001.array_record")
+    equal_batches(text, there, 2)  # from the copy
+    store.put("prepared", "a/shard-00001.array_record", shard[::-1])
+    shutil.rmtree(tmp_path / "cache")
+    with pytest.raises(UserError, match=r"gs://prepared/a/shard-00001\.array_record is not what manifest\.json says"):
+        open_source(there, "train")
+    with pytest.raises(UserError, match=r"prepared:gs://prepared/b has no manifest\.json"):
+        open_source(dataclasses.replace(there, source="prepared:gs://prepared/b"), "train")
+
+    for path in Path(text.source[5:]).parent.iterdir():
+        store.put("prepared", f"corpus/{path.name}", path.read_bytes())
+    remote = dataclasses.replace(text, source="text:gs://prepared/corpus/*.jsonl", cache_dir=str(tmp_path / "cache"))
+    equal_batches(text, prepared(remote, tmp_path / "out", workers=1), 20)
+    store.put("prepared", "corpus/0.jsonl", b"{}")
+    with pytest.raises(UserError, match=r"gs://prepared/corpus/0\.jsonl has changed since"):
+        prepared(remote, tmp_path / "out")
