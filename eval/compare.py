@@ -19,6 +19,7 @@ from eval import tables
 from eval.figures import CROWD, draw
 from eval.findings import findings
 from eval.ngram import baselines
+from eval.provenance import unlike
 from eval.recompute import Recomputed, recompute
 from eval.report import render
 from eval.runs import Arm, load, measures
@@ -45,6 +46,7 @@ def compare(paths: Sequence[str | Path], out: str | Path | None = None, *, recom
         UserError: no run, a file that cannot be read or written, or an ``out`` that is itself a run.
     """
     root, arms, warnings = load(paths)
+    warnings += unlike(arms, root)
     everyone = topologies(arms)
     pairs = paired(everyone)
     histories = [history(arm) for arm in arms]
@@ -71,6 +73,9 @@ def compare(paths: Sequence[str | Path], out: str | Path | None = None, *, recom
         row["recomputed_gain_difference"] = result.difference if result else None
         row["recomputed_gains"] = result.peaks if result else None
     found = findings(arms, table, models, recomputed, warnings, everyone, pairs, histories)
+    for finding in found:
+        if finding.warning:
+            _say(f"warning: {finding.text}")
     summary: dict[str, Any] = {
         "arms": table,
         "topologies": {topology.label: tables.topology(topology, everyone, pairs) for topology in everyone},

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mhc import remote
+from mhc import provenance, remote
 from mhc.errors import UserError
 from mhc.monitor.detectors import spike_score
 from mhc.monitor.writers import read_json, read_jsonl
@@ -52,6 +52,7 @@ class Arm:
         summary: what the run wrote at its end; None when it has not ended.
         events: spikes, crossings of monitors, rewinds, resumes and the like, as they happened.
         source: the run's folder where ``path`` is a copy: one in a store.
+        starts: how it was started, each time: those of run.json; none of an older version's run.
     """
 
     name: str
@@ -62,6 +63,7 @@ class Arm:
     summary: Mapping[str, Any] | None
     events: Sequence[Mapping[str, Any]] = ()
     source: Folder | None = None
+    starts: Sequence[Mapping[str, Any]] = ()
 
     @property
     def kind(self) -> str:
@@ -307,7 +309,8 @@ def _load_run(name: str, folder: Path, source: Folder | None) -> Arm | None:
     summary = read_json(folder / "summary.json") if (folder / "summary.json").exists() else None
     events = read_jsonl(folder / "events.jsonl") if (folder / "events.jsonl").exists() else []
     events = [event for event in events if isinstance(event.get("step"), int) and "event" in event]
-    return Arm(name, folder, config, metrics, probes, summary, events, source)
+    starts = provenance.read(folder).starts if (folder / provenance.FILE).exists() else ()
+    return Arm(name, folder, config, metrics, probes, summary, events, source, starts)
 
 
 def _order(arm: Arm) -> tuple[int, str, list[tuple[int, str]]]:
