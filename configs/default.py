@@ -117,7 +117,7 @@ def get_config() -> ConfigDict:
     residual.decay_dynamic = False  # hc: weight decay also on the input-dependent part's weights
 
     config.data = data = ConfigDict()
-    data.source = "stdlib"  # training set: stdlib | tfds:<name> | text:<glob> | tokens:<glob>
+    data.source = "stdlib"  # training set: stdlib | tfds:<name> | text:<glob> | tokens:<glob> | prepared:<folder> | mix:…
     data.validation = placeholder(str)  # validation set, a source; None: the held-out split of data.source
     data.field = "text"  # field of a jsonl line or TFDS example that holds the text
     data.tokenizer = "bytes"  # bytes | path of a tokenizer.json

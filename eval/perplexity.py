@@ -62,7 +62,7 @@ def packed(config: Config, split: Split, *, rows: int, batch_size: int, eos: boo
     """The rows of the run's validation: documents end to end, cut at the sequence length.
 
     Args:
-      rows: 0 for all. eos: whether the end of a document is scored as well.
+      rows: of each set, where validation has several; 0 for all. eos: whether the end of a document is scored as well.
     """
     from mhc.data import tokenizers
     from mhc.data.packing import empty_batch
@@ -71,29 +71,36 @@ def packed(config: Config, split: Split, *, rows: int, batch_size: int, eos: boo
     length, end = config.data.sequence_length, tokenizers.load(config.data.tokenizer).eos_id
 
     def batches() -> Iterator[Batch]:
-        stream = _Numbered(encode, len(source))
-        left, more = rows or math.inf, True
-        while more and left > 0:
-            batch = empty_batch(batch_size, length) | {"documents": np.zeros((batch_size, length), np.int32)}
-            filled = 0
-            while filled < min(batch_size, left) and (more := stream.fill(batch, filled)):
-                filled += 1
-            if not eos:
-                batch["weights"][batch["targets"] == end] = 0.0
-            if filled:
-                left -= filled
-                yield batch | {"context": batch["positions"] + 1}
+        for first, last in _sets(source):
+            stream = _Numbered(encode, first, last)
+            left, more = rows or math.inf, True
+            while more and left > 0:
+                batch = empty_batch(batch_size, length) | {"documents": np.zeros((batch_size, length), np.int32)}
+                filled = 0
+                while filled < min(batch_size, left) and (more := stream.fill(batch, filled)):
+                    filled += 1
+                if not eos:
+                    batch["weights"][batch["targets"] == end] = 0.0
+                if filled:
+                    left -= filled
+                    yield batch | {"context": batch["positions"] + 1}
 
     return Corpus(batches(), len(source))
 
 
-class _Numbered:
-    """A stream of packed rows that knows of which document each place is."""
+def _sets(source: Any) -> list[tuple[int, int]]:
+    """[first, last) document of each of the sources that are joined in one."""
+    ends = np.cumsum([len(one) for one in getattr(source, "sources", [source])]).tolist()
+    return list(zip([0, *ends], ends, strict=False))
 
-    def __init__(self, encode: Any, documents: int):
+
+class _Numbered:
+    """A stream of packed rows that knows of which document each place is: those from ``first`` to before ``last``."""
+
+    def __init__(self, encode: Any, first: int, last: int):
         from mhc.data.packing import DocumentStream
 
-        self._stream = DocumentStream(encode, 0, 1, end=documents)
+        self._stream = DocumentStream(encode, first, 1, end=last)
         self._taken: list[tuple[int, int]] = []  # (document, pairs) of the row in hand
 
     @property

@@ -17,15 +17,60 @@ import functools
 import itertools
 import json
 import math
+import re
 import types
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar, NoReturn
+from typing import Any, ClassVar, NamedTuple, NoReturn
 
 from mhc import kinds
 from mhc.errors import UserError, did_you_mean
 
 SOURCES = ("stdlib", "tfds:<name>", "text:<glob>", "tokens:<glob>", "prepared:<folder>")
+
+
+class Share(NamedTuple):
+    """A source among several."""
+
+    name: str  # in metrics; "" of a source that is alone
+    weight: float  # of the sequences; all of a mixture add up to 1
+    source: str
+
+
+def shares(value: str, field: str = "data.source") -> tuple[Share, ...]:
+    """The sources of ``mix:NAME=WEIGHT*SOURCE;…`` or ``sets:NAME=SOURCE;…``; of any other, that one alone.
+
+    Raises UserError for a part that is not of that form, a name used twice, or a weight that is no positive number.
+    """
+    kind, _, rest = value.partition(":")
+    if kind not in ("mix", "sets"):
+        return (Share("", 1.0, value),)
+    form = "NAME=WEIGHT*SOURCE" if kind == "mix" else "NAME=SOURCE"
+    found: list[Share] = []
+    for part in rest.split(";"):
+        name, equals, source = part.strip().partition("=")
+        weight, star, rest_of = source.partition("*") if kind == "mix" else ("1", "*", source)
+        if not (name and equals and star and rest_of):
+            _refuse(field, part.strip(), f"{kind}:{form};{form};… with {form} in each part")
+        if not re.fullmatch(r"[A-Za-z0-9_.-]+", name) or name in [one.name for one in found]:
+            _refuse(field, name, f"{form} with a name of its own, of letters, digits, '_', '-' and '.'")
+        try:
+            number = float(weight)
+        except ValueError:
+            number = math.nan
+        if not (math.isfinite(number) and number > 0):
+            _refuse(field, weight, f"{form} with a weight above 0 ({name})")
+        _check_source(field, rest_of.strip(), ", ".join(SOURCES))
+        found.append(Share(name, number, rest_of.strip()))
+    total = sum(one.weight for one in found)
+    return tuple(one._replace(weight=one.weight / total) for one in found)
+
+
+def _check_source(name: str, value: str, allowed: str) -> None:
+    prefix, colon, rest = value.partition(":")
+    kinds_of = [name.partition(":")[0] for name in SOURCES]
+    if value != "stdlib" and not (prefix in kinds_of[1:] and rest):
+        _refuse(name, value, allowed, did_you_mean(prefix, kinds_of) if not colon or rest else "")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,7 +83,7 @@ class _Rule:
     high: float | None = None
     above: float | None = None
     below: float | None = None
-    source: bool = False
+    source: str = ""  # a source, or several: the kind of list, mix or sets
 
     def allowed(self) -> tuple[str, ...]:
         """The choices as of now."""
@@ -78,7 +123,8 @@ def _type_words(hint: Any, rule: _Rule) -> str:
     options = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
     base = next(option for option in options if option is not type(None))
     if rule.source:
-        words = f"one of {', '.join(SOURCES)}"
+        several = {"mix": "mix:<name>=<weight>*<source>;…", "sets": "sets:<name>=<source>;…"}[rule.source]
+        words = f"one of {', '.join(SOURCES)}, {several}"
     elif rule.choices:
         words = f"one of {', '.join(rule.allowed())}"
     else:
@@ -110,11 +156,10 @@ def _check(group: type[_Group], field: dataclasses.Field[Any], hint: Any, value:
     if rule.choices and value not in rule.allowed():
         _refuse(name, value, allowed, did_you_mean(value, rule.allowed()))
     if rule.source:
-        prefix, colon, rest = value.partition(":")
-        kinds_of = [name.partition(":")[0] for name in SOURCES]
-        if value != "stdlib" and not (prefix in kinds_of[1:] and rest):
-            nearest = did_you_mean(prefix, kinds_of) if not colon or rest else ""
-            _refuse(name, value, allowed, nearest)
+        if value.startswith(f"{rule.source}:"):
+            shares(value, name)
+        else:
+            _check_source(name, value, allowed)
     return value
 
 
@@ -343,8 +388,10 @@ class ResidualConfig(_Group, group="residual"):
 class DataConfig(_Group, group="data"):
     """Where text comes from and how it becomes batches."""
 
-    source: str = _field("stdlib", "training set", source=True)
-    validation: str | None = _field(None, "validation set, a source; None: the held-out split of `source`", source=True)
+    source: str = _field("stdlib", "training set, or a mixture of several", source="mix")
+    validation: str | None = _field(
+        None, "validation set, or several by name; None: what `source` holds out, of a mixture by part", source="sets"
+    )
     field: str = _field("text", "field of a jsonl line or TFDS example that holds the text")
     tokenizer: str = _field("bytes", "`bytes`, or the path of a tokenizer.json")
     sequence_length: int = _field(256, "tokens T of a sequence", low=1)

@@ -6,6 +6,10 @@ r + 2B, … of that order. So the batches depend on the corpus, the seed, T and 
 devices hold of the same global batch, and a state merged from all can be restored by another number of processes.
 
 State. Two integers a row: the position of its document, and the pairs already taken from it (see `mhc.data.packing`).
+
+Mixtures. Every source has an order of its own, and a row a stream in each of them; which one its next sequence comes
+from depends on the seed, the row and the number of the batch (`mhc.data.mixture`). The state has two integers a row and
+source, and that number.
 """
 
 from __future__ import annotations
@@ -14,16 +18,17 @@ import os
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent import futures
-from typing import Any
+from typing import Any, NamedTuple
 
 import grain
 import numpy as np
 
 from mhc.config import DataConfig
 from mhc.data.files import TokenFiles, piece_size
+from mhc.data.mixture import Assignment
 from mhc.data.packing import Batch, Document, DocumentStream, Piece, Pieces, Tokenised, empty_batch, fill_row
 from mhc.data.prepared import Prepared
-from mhc.data.sources import Source, Split, open_source
+from mhc.data.sources import Joined, Source, Split, joint_fingerprint, open_source, parts
 from mhc.data.tokenizers import ByteTokenizer, Tokenizer
 from mhc.errors import UserError
 
@@ -46,25 +51,33 @@ class TrainIterator:
         seed: int,
         rows: Sequence[int],
     ):
-        source = open_corpus(data, tokenizer, "train")
+        several = parts(data, "train")
+        sources = [open_corpus(own, tokenizer, "train") for _, own in several]
+        corpus = sources[0].fingerprint if len(sources) == 1 else joint_fingerprint(sources)
         self._identity = {
             "format": _STATE_FORMAT,
             "batch_size": batch_size,
             "seed": seed,
-            "corpus": source.fingerprint,
+            "corpus": corpus,
             "piece": piece_size(data),
             "tokenizer": tokenizer.content_hash,
         }
+        if len(several) > 1:
+            self._identity["mixture"] = [[one.name, one.weight] for one, _ in several]
         self._rows = list(rows)
         # grain adds the epoch to the seed: without a hash, seed 1 would begin with the second epoch of seed 0
         order_seed = int(np.random.SeedSequence(seed).generate_state(1)[0])
-        pieces = Pieces(source, piece_size(data))
-        places = grain.MapDataset.range(len(pieces)).shuffle(seed=order_seed).repeat()
-        self._name = lambda position: source.name(pieces.document(int(places[position])))
-        order = grain.MapDataset.source(pieces).shuffle(seed=order_seed).repeat().map(_Encode(tokenizer))
+        orders = []
+        self._places: list[tuple[Source, Pieces, grain.MapDataset]] = []
+        for source in sources:
+            pieces = Pieces(source, piece_size(data))
+            places = grain.MapDataset.range(len(pieces)).shuffle(seed=order_seed).repeat()
+            self._places.append((source, pieces, places))
+            orders.append(grain.MapDataset.source(pieces).shuffle(seed=order_seed).repeat().map(_Encode(tokenizer)))
+        self._assign = Assignment([one.weight for one, _ in several], seed) if len(several) > 1 else None
         # The tokenizers library takes a second for a megabyte, and lets go of the interpreter meanwhile.
         threads = 1 if isinstance(tokenizer, ByteTokenizer) else min(len(rows), os.cpu_count() or 1, _MOST_THREADS)
-        packed = _PackedDataset(order, rows, batch_size, data.sequence_length, threads)
+        packed = _PackedDataset(_Packing(orders, self._assign, rows, batch_size, data.sequence_length, threads))
         # In a list, so that closing can let go of it: grain's iterators close themselves when they are deleted, which
         # at the interpreter's exit is too late (their modules are gone, and a traceback lands on stderr).
         self._held: list[grain.DatasetIterator] = [
@@ -82,19 +95,22 @@ class TrainIterator:
     def get_state(self) -> dict[str, Any]:
         """What the batches handed out so far have consumed, for JSON; batches prepared ahead do not count."""
         state = self._batches.get_state()
-        return {
-            **self._identity,
-            "rows": self._rows,
-            "position": state["position"].tolist(),
-            "offset": state["offset"].tolist(),
-        }
+        places = {name: state[name].tolist() for name in ("position", "offset")}
+        batches = {} if self._assign is None else {"batches": int(state["batches"])}
+        return {**self._identity, **batches, "rows": self._rows, **places}
 
     def describe(self, state: dict[str, Any]) -> list[dict[str, Any]]:
         """Where each row of the batch after ``state`` begins: row, document (file and place), offset in its piece."""
-        return [
-            {"row": row, "document": self._name(position), "offset": offset}
-            for row, position, offset in zip(_rows(state), state["position"], state["offset"], strict=True)
-        ]
+        found = []
+        for row, position, offset in zip(_rows(state), state["position"], state["offset"], strict=True):
+            number = 0
+            if self._assign is not None:
+                number = self._assign(state["batches"], row)
+                position, offset = position[number], offset[number]
+            source, pieces, places = self._places[number]
+            document = source.name(pieces.document(int(places[position])))
+            found.append({"row": row, "document": document, "offset": offset})
+        return found
 
     def set_state(self, state: dict[str, Any]) -> None:
         """Continues after the batch at which ``state`` was taken, by a process or by `merge_states` of all of them.
@@ -113,7 +129,8 @@ class TrainIterator:
                 "merge the states of all processes"
             )
         mine = [place[row] for row in self._rows]
-        self._batches.set_state({name: np.asarray(state[name], np.int64)[mine] for name in ("position", "offset")})
+        places = {name: np.asarray(state[name], np.int64)[mine] for name in ("position", "offset")}
+        self._batches.set_state({**places, "batches": np.int64(state.get("batches", 0))})
 
     @property
     def _batches(self) -> grain.DatasetIterator:
@@ -168,7 +185,7 @@ def _rows(state: dict[str, Any]) -> Sequence[int]:
 
 
 class ValidationBatches:
-    """The fixed validation set, iterable again and again; make it with `validation_batches`."""
+    """The fixed validation set, iterable again and again; make it with `validation_batches` or `validation_sets`."""
 
     def __init__(
         self, source: Source, tokenizer: Tokenizer, length: int, batch_size: int, rows: Sequence[int], batches: int
@@ -196,6 +213,29 @@ class ValidationBatches:
                 return
 
 
+def validation_sets(
+    data: DataConfig,
+    tokenizer: Tokenizer,
+    *,
+    batch_size: int,
+    batches: int,
+    rows: Sequence[int] | None = None,
+) -> dict[str, ValidationBatches]:
+    """The validation sets by name, each of at most ``batches`` batches (0: all of it); one alone is called "".
+
+    In each the documents are in order, and every token but bos a target exactly once; ``rows`` is as for
+    `train_iterator`. The last batch is padded with rows and places of weight 0, so that every process has as many
+    batches. Raises UserError as `train_iterator`, but a split shorter than a sequence is no error.
+    """
+    rows = range(batch_size) if rows is None else rows
+    return {
+        one.name: ValidationBatches(
+            open_corpus(own, tokenizer, "validation"), tokenizer, data.sequence_length, batch_size, rows, batches
+        )
+        for one, own in parts(data, "validation")
+    }
+
+
 def validation_batches(
     data: DataConfig,
     tokenizer: Tokenizer,
@@ -204,12 +244,7 @@ def validation_batches(
     batches: int,
     rows: Sequence[int] | None = None,
 ) -> ValidationBatches:
-    """The validation split, documents in order, every token but bos a target exactly once.
-
-    ``batches`` is how many at most, 0 for the whole split; ``rows`` is as for `train_iterator`. The last batch is
-    padded with rows and places of weight 0, so that every process has as many batches. Raises UserError as
-    `train_iterator`, but a split shorter than a sequence is no error.
-    """
+    """The whole validation split as one set, sets one after the other; else as `validation_sets`."""
     rows = range(batch_size) if rows is None else rows
     source = open_corpus(data, tokenizer, "validation")
     return ValidationBatches(source, tokenizer, data.sequence_length, batch_size, rows, batches)
@@ -222,10 +257,11 @@ def open_corpus(data: DataConfig, tokenizer: Tokenizer, split: Split) -> Source:
     shorter than a sequence.
     """
     source = open_source(data, split)
-    if isinstance(source, TokenFiles):
-        source.check_vocabulary(tokenizer.vocab_size)
-    if isinstance(source, Prepared):
-        source.check_tokenizer(tokenizer)
+    for one in source.sources if isinstance(source, Joined) else [source]:
+        if isinstance(one, TokenFiles):
+            one.check_vocabulary(tokenizer.vocab_size)
+        if isinstance(one, Prepared):
+            one.check_tokenizer(tokenizer)
     if split == "train":
         encode = encoder(source, tokenizer)
         pairs = 0
@@ -280,37 +316,53 @@ class _Encode(grain.transforms.Map):
         return Document(tokens[:-1], target_bytes[:-1])
 
 
-class _PackedDataset(grain.IterDataset):
-    """Batches of packed rows over an endless order of documents."""
+class _Packing(NamedTuple):
+    """How batches are packed."""
 
-    def __init__(self, order: grain.MapDataset, rows: Sequence[int], batch_size: int, length: int, threads: int):
-        super().__init__(order)
-        self._threads = threads
-        self._order = order
-        self._rows = rows
-        self._batch_size = batch_size
-        self._length = length
+    orders: Sequence[grain.MapDataset]  # endless, of documents; by source
+    assign: Assignment | None  # None: one source
+    rows: Sequence[int]
+    batch_size: int
+    length: int
+    threads: int
+
+
+class _PackedDataset(grain.IterDataset):
+    """Batches of packed rows over endless orders of documents; of a mixture also ``sources`` [rows] int32."""
+
+    def __init__(self, packing: _Packing):
+        super().__init__(list(packing.orders))
+        self._packing = packing
 
     def __iter__(self) -> _PackedIterator:
-        return _PackedIterator(self._order, self._rows, self._batch_size, self._length, self._threads)
+        return _PackedIterator(self._packing)
 
 
 class _PackedIterator(grain.DatasetIterator):
-    """Its state: the arrays ``position`` and ``offset``, int64[rows] each."""
+    """Its state: ``position`` and ``offset``, int64 [rows] ([rows, sources] of a mixture), and ``batches`` so far."""
 
-    def __init__(self, order: grain.MapDataset, rows: Sequence[int], batch_size: int, length: int, threads: int):
+    def __init__(self, packing: _Packing):
         super().__init__()
+        threads = packing.threads
         self._pool = futures.ThreadPoolExecutor(threads, "mhc-data") if threads > 1 else None
-        self._order = order
-        self._batch_size = batch_size
-        self._length = length
-        self._streams = [DocumentStream(order.__getitem__, row, batch_size) for row in rows]
+        self._packing = packing
+        self._made = 0
+        self._streams = [
+            [DocumentStream(order.__getitem__, row, packing.batch_size) for order in packing.orders]
+            for row in packing.rows
+        ]
 
     def __next__(self) -> Batch:
-        batch = empty_batch(len(self._streams), self._length)
+        rows, assign = self._packing.rows, self._packing.assign
+        batch = empty_batch(len(rows), self._packing.length)
+        chosen = [0 if assign is None else assign(self._made, row) for row in rows]
+        streams = [own[number] for own, number in zip(self._streams, chosen, strict=True)]
         run = self._pool.map if self._pool else map
-        for _ in run(fill_row, [batch] * len(self._streams), range(len(self._streams)), self._streams):
+        for _ in run(fill_row, [batch] * len(streams), range(len(streams)), streams):
             pass  # rows share nothing, so that the order in which threads fill them does not matter
+        if assign is not None:
+            batch["sources"] = np.asarray(chosen, np.int32)
+        self._made += 1
         return batch
 
     def close(self) -> None:
@@ -319,13 +371,21 @@ class _PackedIterator(grain.DatasetIterator):
         super().close()
 
     def get_state(self) -> dict[str, Any]:
-        return {
-            "position": np.array([stream.position for stream in self._streams], np.int64),
-            "offset": np.array([stream.offset for stream in self._streams], np.int64),
-        }
+        def every(name: str) -> np.ndarray:
+            values = np.array([[getattr(stream, name) for stream in own] for own in self._streams], np.int64)
+            return values[:, 0] if self._packing.assign is None else values
+
+        return {"position": every("position"), "offset": every("offset"), "batches": np.int64(self._made)}
 
     def set_state(self, state: dict[str, Any]) -> None:
+        count = len(self._packing.orders)
+        self._made = int(state["batches"])
         self._streams = [
-            DocumentStream(self._order.__getitem__, int(position), self._batch_size, int(offset))
-            for position, offset in zip(state["position"], state["offset"], strict=True)
+            [
+                DocumentStream(order.__getitem__, int(position), self._packing.batch_size, int(offset))
+                for order, position, offset in zip(self._packing.orders, positions, offsets, strict=True)
+            ]
+            for positions, offsets in zip(
+                state["position"].reshape(-1, count), state["offset"].reshape(-1, count), strict=True
+            )
         ]

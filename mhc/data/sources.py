@@ -6,17 +6,18 @@ access. Its documents are UTF-8 text (bytes) or, for ``tokens:`` and ``prepared:
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import hashlib
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Literal, Protocol
 
 import numpy as np
 
-from mhc.config import DataConfig
+from mhc.config import DataConfig, Share, shares
 from mhc.data import stdlib, tokenizers
 from mhc.data.files import TextFiles, TokenFiles, hold_out
 from mhc.data.packing import Tokenised
@@ -55,7 +56,7 @@ class Source(Protocol):
 
 
 def open_source(data: DataConfig, split: Split) -> Source:
-    """A split of the corpus that ``data`` describes.
+    """A split of the corpus that ``data`` describes; of several sources, all one after the other.
 
     ``train`` is that split of ``data.source``. ``validation`` is ``data.validation`` when that names another corpus:
     all of it for text:, tokens: and prepared:, its validation split for stdlib and tfds:. Otherwise it is what
@@ -64,6 +65,35 @@ def open_source(data: DataConfig, split: Split) -> Source:
 
     Raises UserError for everything that is wrong with the corpus.
     """
+    several = parts(data, split)
+    if len(several) == 1:
+        return _open_one(several[0][1], split)
+    return Joined([_open_one(own, split) for _, own in several], data.validation or data.source)
+
+
+def parts(data: DataConfig, split: Split) -> tuple[tuple[Share, DataConfig], ...]:
+    """The sources of a split, each with a config of its own; of most splits one, whose name is "".
+
+    A mixture without ``data.validation`` holds out a part of each of its sources, under the source's name.
+    """
+    training = shares(data.source)
+    sets = () if data.validation is None else shares(data.validation, "data.validation")
+    held_out = {one.source for one in training}
+    if sets:
+        held_out &= {one.source for one in sets}
+
+    def own(one: Share, other: Share | None) -> DataConfig:
+        """Of one source: a part of it is held out, unless the ``other`` corpus serves for validation."""
+        return dataclasses.replace(data, source=one.source, validation=None if other is None else other.source)
+
+    if split == "train":
+        return tuple((one, own(one, None if one.source in held_out else sets[0])) for one in training)
+    if not sets:
+        return tuple((one, own(one, None)) for one in training)
+    return tuple((one, own(one, None) if one.source in held_out else own(training[0], one)) for one in sets)
+
+
+def _open_one(data: DataConfig, split: Split) -> Source:
     apart = data.validation is not None and data.validation != data.source
     spec = data.validation if split == "validation" and data.validation is not None else data.source
     kind, _, rest = spec.partition(":")  # one of the five kinds, by DataConfig
@@ -187,3 +217,41 @@ def _open_tfds(data: DataConfig, name: str, split: Split, whole: bool) -> Source
             f"tfds build {name} --data_dir={where} --file_format=array_record"
         ) from None
     return _Tfds(Path(builder.data_path), data.field, split, f"tfds:{name}", data.holdout, whole)
+
+
+class Joined:
+    """Several sources as one, each after the other."""
+
+    def __init__(self, sources: Sequence[Source], label: str):
+        self.sources, self.label = list(sources), label
+        self.fingerprint = joint_fingerprint(sources)
+        self._first = np.concatenate([[0], np.cumsum([len(one) for one in sources])])
+
+    @property
+    def sizes(self) -> np.ndarray | None:
+        sizes = [one.sizes for one in self.sources]
+        return None if any(one is None for one in sizes) else np.concatenate([one for one in sizes if one is not None])
+
+    def __len__(self) -> int:
+        return int(self._first[-1])
+
+    def _place(self, index: int) -> tuple[Source, int]:
+        number = int(np.searchsorted(self._first, index, side="right")) - 1
+        return self.sources[number], index - int(self._first[number])
+
+    def __getitem__(self, index: int) -> bytes | np.ndarray | Tokenised:
+        source, own = self._place(index)
+        return source[own]
+
+    def ends(self, index: int) -> bool:
+        source, own = self._place(index)
+        return source.ends(own)
+
+    def name(self, index: int) -> str:
+        source, own = self._place(index)
+        return source.name(own)
+
+
+def joint_fingerprint(sources: Sequence[Source]) -> str:
+    """Of several sources in their order."""
+    return hashlib.sha256("\n".join(one.fingerprint for one in sources).encode()).hexdigest()[:16]

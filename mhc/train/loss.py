@@ -29,6 +29,7 @@ class LossSums(NamedTuple):
     log_z: jax.Array
     log_z_square: jax.Array
     logit_max: jax.Array
+    by_source: jax.Array  # nats [K] of a mixture's sources; [0] without one
 
     def join(self, other: LossSums) -> LossSums:
         """Of both parts together."""
@@ -46,8 +47,10 @@ class _Options(NamedTuple):
     split: bool = False  # the weight is a device's part of D over fsdp
 
 
-def _sums(options: _Options, h: jax.Array, weight: jax.Array, targets: jax.Array, weights: jax.Array) -> LossSums:
-    """The reference, over whatever tokens it is given."""
+def _sums(
+    options: _Options, h: jax.Array, weight: jax.Array, targets: jax.Array, weights: jax.Array, member: jax.Array
+) -> LossSums:
+    """The reference, over whatever tokens it is given; ``member`` [B, K]: 1 where a row is of a source."""
     weight = weight.astype(h.dtype)
     axis = 0 if options.tied else 1
     vocabulary = weight.shape[axis]
@@ -63,13 +66,15 @@ def _sums(options: _Options, h: jax.Array, weight: jax.Array, targets: jax.Array
         logits = jnp.where(jnp.arange(options.columns) < vocabulary, logits, jnp.finfo(logits.dtype).min)
     log_z = jax.nn.logsumexp(logits, axis=-1)
     at_target = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
-    nll, square = jnp.sum((log_z - at_target) * weights), jnp.sum(jnp.square(log_z) * weights)
+    each = (log_z - at_target) * weights
+    nll, square = jnp.sum(each), jnp.sum(jnp.square(log_z) * weights)
     return LossSums(
         objective=nll + options.z_loss * square if options.z_loss else nll,
         nll=nll,
         log_z=jnp.sum(log_z * weights),
         log_z_square=square,
         logit_max=jnp.max(jnp.where(weights[..., None] > 0, logits, -jnp.inf)),
+        by_source=jnp.sum(each, axis=1) @ member,
     )
 
 
@@ -84,26 +89,39 @@ def _whole(options: _Options, h: jax.Array, weight: jax.Array) -> jax.Array:
     return jax.lax.all_gather(weight, "fsdp", axis=int(options.tied), tiled=True) if options.split else weight
 
 
-def _start() -> LossSums:
+def _start(sources: int) -> LossSums:
     zero = jnp.zeros((), jnp.float32)
-    return LossSums(zero, zero, zero, zero, jnp.full((), -jnp.inf))
+    return LossSums(zero, zero, zero, zero, jnp.full((), -jnp.inf), jnp.zeros(sources))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _chunked(
-    options: _Options, chunk: int, h: jax.Array, weight: jax.Array, targets: jax.Array, weights: jax.Array
+    options: _Options,
+    chunk: int,
+    h: jax.Array,
+    weight: jax.Array,
+    targets: jax.Array,
+    weights: jax.Array,
+    member: jax.Array,
 ) -> LossSums:
     """``_sums`` chunk by chunk. Only ``objective`` has a gradient."""
     weight = _whole(options, h, weight)
 
     def one(sums: LossSums, part: tuple[jax.Array, ...]) -> tuple[LossSums, None]:
-        return sums.join(_sums(options, part[0], weight, *part[1:])), None
+        h, targets, weights = part
+        return sums.join(_sums(options, h, weight, targets, weights, member)), None
 
-    return jax.lax.scan(one, _start(), _chunks(chunk, h, targets, weights))[0]
+    return jax.lax.scan(one, _start(member.shape[1]), _chunks(chunk, h, targets, weights))[0]
 
 
 def _chunked_forward(
-    options: _Options, chunk: int, h: jax.Array, weight: jax.Array, targets: jax.Array, weights: jax.Array
+    options: _Options,
+    chunk: int,
+    h: jax.Array,
+    weight: jax.Array,
+    targets: jax.Array,
+    weights: jax.Array,
+    member: jax.Array,
 ) -> tuple[LossSums, tuple[jax.Array, jax.Array]]:
     # The objective is a scalar, so its gradient is known up to a factor: each chunk's is taken while its logits are
     # there, and none are computed twice.
@@ -114,14 +132,14 @@ def _chunked_forward(
         h, targets, weights = part
 
         def objective(h: jax.Array, weight: jax.Array) -> tuple[jax.Array, LossSums]:
-            found = _sums(options, h, weight, targets, weights)
+            found = _sums(options, h, weight, targets, weights, member)
             return found.objective, found
 
         (_, found), (to_h, more) = jax.value_and_grad(objective, argnums=(0, 1), has_aux=True)(h, whole)
         return (sums.join(found), to_weight + more.astype(to_weight.dtype)), to_h
 
     whole = _whole(options, h, weight)
-    start = (_start(), jnp.zeros(whole.shape, weight.dtype))
+    start = (_start(member.shape[1]), jnp.zeros(whole.shape, weight.dtype))
     (sums, to_weight), to_h = jax.lax.scan(one, start, _chunks(chunk, h, targets, weights))
     if options.split:
         to_weight = jax.lax.psum_scatter(to_weight, "fsdp", scatter_dimension=int(options.tied), tiled=True)
@@ -130,11 +148,11 @@ def _chunked_forward(
 
 def _chunked_backward(
     options: _Options, chunk: int, saved: tuple[jax.Array, jax.Array], cotangent: LossSums
-) -> tuple[jax.Array, jax.Array, None, None]:
+) -> tuple[jax.Array, jax.Array, None, None, None]:
     del options, chunk
     to_h, to_weight = saved
     factor = cotangent.objective
-    return to_h * factor.astype(to_h.dtype), to_weight * factor, None, None
+    return to_h * factor.astype(to_h.dtype), to_weight * factor, None, None, None
 
 
 _chunked.defvjp(_chunked_forward, _chunked_backward)
@@ -148,14 +166,21 @@ def chunk_length(config: Config, rows: int, length: int) -> int:
 
 
 def cross_entropy(
-    decoder: Decoder, h: Float[Array, "B T D"], targets: Int[Array, "B T"], weights: Float[Array, "B T"]
+    decoder: Decoder,
+    h: Float[Array, "B T D"],
+    targets: Int[Array, "B T"],
+    weights: Float[Array, "B T"],
+    member: Float[Array, "B K"] | None = None,
 ) -> LossSums:
     """Sums of the cross-entropy of hidden states before the head, with softcap and z-loss as configured.
+
+    ``member``: 1 where a row is of a source, for the sums by source; None: there are none.
 
     Logits exist for ``chunk_length`` tokens a row at a time, and over a mesh each device adds up its own rows before
     anything is exchanged. Gradients flow through ``objective`` alone.
     """
     config, mesh = decoder.config, sharding.current_mesh()
+    member = jnp.zeros((h.shape[0], 0)) if member is None else member
     weight = decoder.embed.table[...] if config.head.tied else decoder.head.kernel[...]
     shards = math.prod(mesh.shape[axis] for axis in sharding.BATCH_AXES) if mesh is not None else 1
     split = mesh.shape["tensor"] if mesh is not None else 1
@@ -164,9 +189,9 @@ def cross_entropy(
     rows, length = h.shape[0] // shards, h.shape[1]
     chunk = chunk_length(config, max(rows, 1), length)
     if chunk == length:
-        return _sums(options, h, weight, targets, weights)
+        return _sums(options, h, weight, targets, weights, member)
     if mesh is None or mesh.size == 1:
-        return _chunked(options, chunk, h, weight, targets, weights)
+        return _chunked(options, chunk, h, weight, targets, weights, member)
 
     batch, whole = PartitionSpec(sharding.BATCH_AXES), PartitionSpec()
     # The weight comes as it lies, D over fsdp: its gradient is then added up and scattered in one.
@@ -179,13 +204,15 @@ def cross_entropy(
         jax.shard_map,
         mesh=mesh,
         axis_names=frozenset(sharding.BATCH_AXES),
-        in_specs=(batch, part, batch, batch),
+        in_specs=(batch, part, batch, batch, batch),
         out_specs=whole,
         check_vma=False,
     )
-    def own_rows(h: jax.Array, weight: jax.Array, targets: jax.Array, weights: jax.Array) -> LossSums:
-        sums = _chunked(options, chunk, h, weight, targets, weights)
+    def own_rows(
+        h: jax.Array, weight: jax.Array, targets: jax.Array, weights: jax.Array, member: jax.Array
+    ) -> LossSums:
+        sums = _chunked(options, chunk, h, weight, targets, weights, member)
         largest = jax.lax.pmax(jax.lax.stop_gradient(sums.logit_max), sharding.BATCH_AXES)
         return jax.tree.map(lambda x: jax.lax.psum(x, sharding.BATCH_AXES), sums)._replace(logit_max=largest)
 
-    return own_rows(h, weight, targets, weights)
+    return own_rows(h, weight, targets, weights, member)

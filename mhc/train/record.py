@@ -112,7 +112,7 @@ class Record:
         self._skipped = records[-1]["skipped"] if records else 0
         for record in records:
             if "val_loss" in record:
-                self.validation = {name: record[name] for name in ("val_loss", "val_bits_per_byte")}
+                self.validation = {name: value for name, value in record.items() if name.startswith("val_")}
         self._watch = guard.ProbeWatch(self.config.guard)
         for record in read_jsonl(self.workdir / "probes.jsonl"):
             self._watch.update(record)
@@ -132,6 +132,7 @@ class Record:
         seconds: float,
         mfu: float | None,
         spent: Mapping[str, float | int | None],
+        sources: Mapping[str, float | int | None],
         validation: Mapping[str, float] | None,
     ) -> Alarm | None:
         """Write a step's line.
@@ -140,7 +141,7 @@ class Record:
           values: the train step's metrics, on the host. tokens: target tokens so far. seconds: that the step took, with
           what was compiled for it. spent: where else time and memory went: data_wait, compile_seconds,
           checkpoint_seconds, validation_seconds, probe_seconds, recompilations, wall_seconds, memory_bytes,
-          memory_peak_bytes. validation: what was measured after it.
+          memory_peak_bytes. sources: loss/NAME and tokens/NAME of a mixture's. validation: what was measured after it.
 
         Returns:
           An alarm where loss or gradient norm is flagged.
@@ -166,6 +167,7 @@ class Record:
             "seconds": seconds,
             "tokens_per_second": train.batch_size * self.config.data.sequence_length / seconds,
             "mfu": mfu,
+            **sources,
             **spent,
             "z_loss": None if math.isnan(z_loss) else z_loss,
             "z_grad_norm": None if math.isnan(z_grad) else z_grad,
@@ -272,6 +274,7 @@ class Record:
             "val_loss": self.validation.get("val_loss"),
             "best_val_loss": min((x for x in validated if math.isfinite(x)), default=None),
             "bits_per_byte": self.validation.get("val_bits_per_byte"),
+            **{name: value for name, value in self.validation.items() if "/" in name},  # of each of several sets
             **scores("loss", losses),
             **scores("grad_norm", norms),
             "peak_forward_gain": peak("forward"),

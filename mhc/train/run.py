@@ -8,7 +8,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -18,8 +18,9 @@ from jax.sharding import Mesh
 
 from mhc import config as configs
 from mhc import distributed, provenance, remote
-from mhc.config import Config
+from mhc.config import Config, shares
 from mhc.data import pipeline, tokenizers
+from mhc.data.prepared import manifest_hash
 from mhc.data.tokenizers import Tokenizer
 from mhc.errors import UserError
 from mhc.model.decoder import DecoderDefinition
@@ -146,7 +147,7 @@ class Run:
             rows=local_rows(self.mesh, train.batch_size),
         )
         try:
-            self.validation = pipeline.validation_batches(
+            self.validation = pipeline.validation_sets(
                 self.config.data,
                 self.tokenizer,
                 batch_size=train.batch_size,
@@ -254,7 +255,12 @@ class Run:
         if not self.primary:
             return
         file = self.home.files / provenance.FILE
-        data = {"corpus": self.data_start["corpus"], "tokenizer": self.tokenizer.content_hash}
+        manifests = [manifest_hash(self.config.data, one.source) for one in shares(self.config.data.source)]
+        data = {
+            "corpus": self.data_start["corpus"],
+            "manifest": " ".join(filter(None, manifests)) or None,
+            "tokenizer": self.tokenizer.content_hash,
+        }
         now = provenance.start(self.config, self.mesh, step=step, data=data)
         earlier = provenance.read(file).starts if file.is_file() else ()
         for note in provenance.notes(now, earlier, self.origin):
@@ -278,19 +284,35 @@ class Run:
         """State, data and counts as of a checkpoint; None: as of the start."""
         if step is None:
             self.state: TrainState = start.initial_state(self.trainer)
-            self.step, self.tokens = 0, 0
+            self.step, self.tokens, self.source_tokens = 0, 0, self._no_tokens()
             self.data.set_state(self.data_start)
             return
         host = self.checkpoints.host(step)
         if host.get("weights_only"):  # imported: no step was taken yet
             self.state = start.state_of_weights(self.trainer, self.place, step)
-            self.step, self.tokens = step, 0
+            self.step, self.tokens, self.source_tokens = step, 0, self._no_tokens()
             self.data.set_state(self.data_start)
             return
         self.state, host = self.checkpoints.restore(step, self.trainer.abstract, self.trainer.layout)
         self.step, self.tokens, self.seconds_before = step, host["tokens"], max(self.seconds_before, host["seconds"])
         self.rewinds = max(self.rewinds, host["rewinds"])
+        self.source_tokens = self._no_tokens() | host.get("source_tokens", {})
         self.data.set_state(host["data"])
+
+    def _no_tokens(self) -> dict[str, int]:
+        """By source of a mixture."""
+        several = shares(self.config.data.source)
+        return {one.name: 0 for one in several} if len(several) > 1 else {}
+
+    def _by_source(self, values: Mapping[str, Any]) -> dict[str, float | int | None]:
+        """What a step's line says of a mixture's sources: the loss of each in this step, and its tokens so far."""
+        found: dict[str, float | int | None] = {}
+        for number, name in enumerate(self.source_tokens):
+            tokens = int(values["source_tokens"][number])
+            self.source_tokens[name] += tokens
+            found[f"loss/{name}"] = float(values["source_nll"][number]) / tokens if tokens else None
+            found[f"tokens/{name}"] = self.source_tokens[name]
+        return found
 
     # ----------------------------------------------------------------------------------------------------------- loop
 
@@ -370,7 +392,14 @@ class Run:
             **device_memory(self.mesh.local_devices),
         }
         return self.record.step(
-            of.step, values, tokens=self.tokens, seconds=seconds, mfu=self._mfu(rate), spent=spent, validation=measured
+            of.step,
+            values,
+            tokens=self.tokens,
+            seconds=seconds,
+            mfu=self._mfu(rate),
+            spent=spent,
+            sources=self._by_source(values),
+            validation=measured,
         )
 
     def _mfu(self, tokens_per_second: float) -> float | None:
@@ -380,26 +409,36 @@ class Run:
         return None if peak is None else tokens_per_second * self.flops_per_token / (peak * self.mesh.size)
 
     def _validate(self) -> dict[str, float]:
-        """Loss over the fixed validation set, weighted by tokens; at most two batches are in flight."""
-        sums = dict.fromkeys(("nll", "weight", "bytes"), 0.0)
-        waiting: dict[str, jax.Array] | None = None
+        """Loss over the fixed validation sets, weighted by tokens; at most two batches are in flight."""
+        sums = {name: dict.fromkeys(("nll", "weight", "bytes"), 0.0) for name in self.validation}
+        waiting: tuple[str, dict[str, jax.Array]] | None = None
 
-        def add(part: dict[str, jax.Array] | None) -> None:
-            for name, value in (jax.device_get(part) if part is not None else {}).items():
-                sums[name] += float(value)
+        def add(part: tuple[str, dict[str, jax.Array]] | None) -> None:
+            if part is not None:
+                for name, value in jax.device_get(part[1]).items():
+                    sums[part[0]][name] += float(value)
+
+        def measures(of: Mapping[str, float], suffix: str) -> dict[str, float]:
+            bits = of["nll"] / math.log(2)
+            return {
+                f"val_loss{suffix}": of["nll"] / max(of["weight"], 1.0),
+                f"val_bits_per_byte{suffix}": bits / of["bytes"] if of["bytes"] else math.nan,
+            }
 
         with self.phases("validation"):
-            for batch in self.validation:
-                part = self._in_order(self.trainer.validate(self.state.params, put_batch(batch, self.mesh)))
-                add(waiting)
-                waiting = part
-                self.phases.beat()
+            for name, batches in self.validation.items():
+                for batch in batches:
+                    part = self._in_order(self.trainer.validate(self.state.params, put_batch(batch, self.mesh)))
+                    add(waiting)
+                    waiting = (name, part)
+                    self.phases.beat()
             add(waiting)
-        bits = sums["nll"] / math.log(2)
-        return {
-            "val_loss": sums["nll"] / max(sums["weight"], 1.0),
-            "val_bits_per_byte": bits / sums["bytes"] if sums["bytes"] else math.nan,
-        }
+        total = {key: sum(of[key] for of in sums.values()) for key in ("nll", "weight", "bytes")}
+        found = measures(total, "")
+        for name, of in sums.items():
+            if name:  # one of several
+                found |= measures(of, f"/{name}")
+        return found
 
     def _probe(self, metrics: dict[str, Any] | None) -> None:
         """Measure the state in hand; ``metrics``: of the step that led to it, on the host."""
@@ -416,6 +455,7 @@ class Run:
             host = {
                 "data": pipeline.merge_states(distributed.gather(self.data.get_state())),
                 "tokens": self.tokens,
+                "source_tokens": dict(self.source_tokens),
                 "seconds": self._seconds(),
                 "rewinds": self.rewinds,
             }

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
 
-from mhc.config import Config
+from mhc.config import Config, shares
 from mhc.model.decoder import STACKS, DecoderDefinition, Params, SublayerView
 from mhc.monitor import guard
 from mhc.sharding import batch_sharding, compiler_options, replicated, shardings, tracing_for
@@ -42,7 +42,9 @@ class LossParts(NamedTuple):
     log_z: jax.Array
     log_z_square: jax.Array
     logit_max: jax.Array
+    by_source: jax.Array  # nats [K] of a mixture's sources; [0] without one
     weight: jax.Array  # valid targets
+    source_weight: jax.Array  # valid targets [K] of the sources
     router: dict[str, jax.Array]  # load [L', E] in tokens; balance and z [L']; empty without experts
 
     def join(self, other: LossParts) -> LossParts:
@@ -59,11 +61,18 @@ def counted(config: Config, batch: Batch) -> Batch:
 
 
 def loss_parts(definition: DecoderDefinition, params: Params, batch: Batch) -> LossParts:
-    """Cross-entropy of a batch (tokens, targets, segment_ids, positions [B, T] int32, weights [B, T] float32)."""
+    """Cross-entropy of a batch (tokens, targets, segment_ids, positions [B, T] int32, weights [B, T] float32).
+
+    Of a mixture ``sources`` [B] int32 says which source each row is of.
+    """
     decoder = definition.bind(params)
     hidden = decoder.forward(batch["tokens"], batch["segment_ids"], batch["positions"])
-    sums = cross_entropy(decoder, hidden.h, batch["targets"], batch["weights"])
-    return LossParts(*sums, weight=jnp.sum(batch["weights"]), router=hidden.router)
+    member = None
+    if "sources" in batch:
+        member = jax.nn.one_hot(batch["sources"], len(shares(definition.config.data.source)))
+    sums = cross_entropy(decoder, hidden.h, batch["targets"], batch["weights"], member)
+    by_source = jnp.zeros(0) if member is None else jnp.sum(batch["weights"], axis=1) @ member
+    return LossParts(*sums, weight=jnp.sum(batch["weights"]), source_weight=by_source, router=hidden.router)
 
 
 def loss_and_gradients(
@@ -190,9 +199,9 @@ class Trainer:
     ``step(state, batch) -> (state, metrics)`` donates the state. Metrics are device arrays: the scalars loss,
     target_tokens (int32), grad_norm before clipping, update_norm, param_norm, lr, logit_max, log_z, skipped,
     nonfinite; ``grad`` (Norms); with experts ``router`` (load [L', E] in tokens, balance and z [L']); with
-    ``monitor.probe_every`` also ``update`` and ``param`` (Norms); and what the guard's action adds: z_loss,
-    z_grad_norm and skip, or clip_scale. A step whose loss or gradient is not finite changes no parameter and no
-    optimiser state; the check is part of the step.
+    ``monitor.probe_every`` also ``update`` and ``param`` (Norms); of a mixture of K sources source_nll and
+    source_tokens [K]; and what the guard's action adds: z_loss, z_grad_norm and skip, or clip_scale. A step whose loss
+    or gradient is not finite changes no parameter and no optimiser state; the check is part of the step.
     """
 
     def __init__(self, config: Config, mesh: Mesh, faults: Faults | None = None):
@@ -325,6 +334,8 @@ class Trainer:
             metrics |= {"update": norms(updates), "param": norms(following.params)}
         if parts.router:
             metrics["router"] = parts.router
+        if "sources" in batch:
+            metrics |= {"source_nll": parts.by_source, "source_tokens": parts.source_weight.astype(jnp.int32)}
         if verdict.spike is not None:
             metrics |= {"z_loss": verdict.z_loss, "z_grad_norm": verdict.z_grad_norm, "skip": ~verdict.apply}
         if verdict.scale is not None:

@@ -27,6 +27,9 @@ def config_of(head: dict[str, Any], **groups: Any) -> Config:
     return small(head=head, model={"layers": 1, "width": 16, "vocab_size": V}, **groups)
 
 
+SOURCES = np.eye(3, dtype=np.float32)[np.arange(ROWS) % 3]  # of each row
+
+
 def inputs() -> tuple[jax.Array, jax.Array, jax.Array]:
     rng = np.random.default_rng(0)
     h = jnp.asarray(rng.standard_normal((ROWS, LENGTH, 16)), jnp.float32)
@@ -44,7 +47,7 @@ def sums_and_gradients(config: Config, mesh: Any = None) -> tuple[LossSums, Any]
 
     def objective(h: jax.Array, params: Any) -> tuple[jax.Array, LossSums]:
         with tracing_for(mesh):
-            sums = cross_entropy(definition.bind(params), h, targets, weights)
+            sums = cross_entropy(definition.bind(params), h, targets, weights, SOURCES)
         return sums.objective / jnp.sum(weights), sums
 
     (_, sums), grads = jax.jit(jax.value_and_grad(objective, argnums=(0, 1), has_aux=True))(h, params)
@@ -53,7 +56,7 @@ def sums_and_gradients(config: Config, mesh: Any = None) -> tuple[LossSums, Any]
 
 def assert_equal(one: tuple[LossSums, Any], other: tuple[LossSums, Any]) -> None:
     for name, a, b in zip(LossSums._fields, one[0], other[0], strict=True):
-        assert float(a) == pytest.approx(float(b), rel=1e-6), name
+        np.testing.assert_allclose(a, b, rtol=1e-6, err_msg=name)
     assert distance(one[1], other[1]) <= 1e-6
 
 
@@ -85,6 +88,8 @@ def test_the_whole_loss_by_its_definition():
     assert float(sums.nll) == pytest.approx(nll, rel=1e-6)
     assert float(sums.objective) == pytest.approx(nll + 0.5 * np.sum(log_z**2 * w), rel=1e-6)
     assert float(sums.logit_max) == pytest.approx(logits[w > 0].max(), rel=1e-6)
+    each = (log_z - np.take_along_axis(logits, np.asarray(targets)[..., None], -1)[..., 0]) * w
+    np.testing.assert_allclose(sums.by_source, each.sum(axis=1) @ np.asarray(SOURCES), rtol=1e-6)
 
 
 def test_the_chunk_keeps_to_what_a_device_may_hold():
