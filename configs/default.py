@@ -117,8 +117,8 @@ def get_config() -> ConfigDict:
     residual.decay_dynamic = False  # hc: weight decay also on the input-dependent part's weights
 
     config.data = data = ConfigDict()
-    data.source = "stdlib"  # training set: stdlib | tfds:<name> | text:<glob> | tokens:<glob> | prepared:<folder> | mix:…
-    data.validation = placeholder(str)  # validation set, a source; None: the held-out split of data.source
+    data.source = "stdlib"  # stdlib | tfds:<name> | text:<glob> | tokens:<glob> | prepared:<folder> | mix:…
+    data.validation = placeholder(str)  # a source, or sets:NAME=SOURCE;…; None: what data.source holds out
     data.field = "text"  # field of a jsonl line or TFDS example that holds the text
     data.tokenizer = "bytes"  # bytes | path of a tokenizer.json
     data.sequence_length = 256  # tokens T of a sequence
@@ -127,6 +127,7 @@ def get_config() -> ConfigDict:
     data.token_dtype = "uint16"  # tokens: dtype of .bin files: uint8 | uint16 | uint32 | int32 | int64
     data.end_token = placeholder(int)  # tokens: id that ends a document; None: a file is one document
     data.prefetch = 2  # batches that a thread prepares ahead; 0: none
+    data.workers = 0  # threads that read and tokenise; 0: one for bytes, else one a core, at most 16
 
     config.optimizer = optimizer = ConfigDict()
     optimizer.name = "adamw"  # adamw | sgd | muon (matrices; AdamW takes the rest)
@@ -141,11 +142,13 @@ def get_config() -> ConfigDict:
     config.schedule = schedule = ConfigDict()
     schedule.kind = "cosine"  # what follows the warm-up: constant | cosine | linear | step | wsd
     schedule.warmup_steps = 0  # steps of linear warm-up until the peak rate
-    schedule.decay_steps = placeholder(int)  # step at which the decay has ended; None: train.steps
+    schedule.decay_steps = placeholder(int)  # step at which the decay has ended; None: the run's last
     schedule.final_ratio = 0.1  # cosine, linear, wsd: last rate over peak rate
     schedule.step_fractions = (0.8, 0.9)  # step: where the rate falls, as shares of decay_steps
     schedule.step_ratios = (0.316, 0.1)  # step: rate over peak rate from there on
     schedule.wsd_fraction = 0.2  # wsd: share of decay_steps spent decaying
+    schedule.wsd_steps = placeholder(int)  # wsd: steps spent decaying; None: wsd_fraction of decay_steps
+    schedule.wsd_shape = "linear"  # wsd: linear | sqrt, 1 - sqrt(progress)
 
     config.train = train = ConfigDict()
     train.steps = 1000  # optimiser steps
@@ -153,6 +156,7 @@ def get_config() -> ConfigDict:
     train.accumulation = 1  # micro-batches per optimiser step, a divisor of batch_size
     train.init_from = placeholder(str)  # RUN or RUN@step: start with another run's weights (docs/interop.md)
     train.init_optimizer = False  # init_from: also with its optimiser's state and place in the schedule
+    train.init_data = False  # init_from: also with its place in the data; False: from the first batch
 
     config.validation = validation = ConfigDict()
     validation.every = 100  # steps between validations; 0: only at the end

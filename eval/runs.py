@@ -34,6 +34,7 @@ IMMATERIAL = (
     "mesh.",
     "distributed.",
     "data.prefetch",
+    "data.workers",
     "data.cache_dir",
 )
 KIND_ORDER = ("plain", "hc", "mhc")  # these first, any other kind after them by name

@@ -404,6 +404,7 @@ class DataConfig(_Group, group="data"):
     )
     end_token: int | None = _field(None, "tokens: id that ends a document; None: a file is one document", low=0)
     prefetch: int = _field(2, "batches that a thread prepares ahead; 0: none", low=0)
+    workers: int = _field(0, "threads that read and tokenise; 0: one for bytes, else one a core, at most 16", low=0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -426,13 +427,17 @@ class ScheduleConfig(_Group, group="schedule"):
 
     kind: str = _field("cosine", "what follows the warm-up", choices=("constant", "cosine", "linear", "step", "wsd"))
     warmup_steps: int = _field(0, "steps until the peak rate", low=0)
-    decay_steps: int | None = _field(None, "step at which the decay has ended; None: train.steps", low=1)
+    decay_steps: int | None = _field(
+        None, "step at which the decay has ended; None: the run's last (with init_optimizer: STEP + train.steps)", low=1
+    )
     final_ratio: float = _field(0.1, "cosine, linear, wsd: last rate over peak rate", low=0, high=1)
     step_fractions: tuple[float, ...] = _field(
         (0.8, 0.9), "step: where the rate falls, as shares of decay_steps", low=0, high=1
     )
     step_ratios: tuple[float, ...] = _field((0.316, 0.1), "step: rate over peak rate from there on", low=0)
     wsd_fraction: float = _field(0.2, "wsd: share of decay_steps spent decaying", above=0, high=1)
+    wsd_steps: int | None = _field(None, "wsd: steps spent decaying; None: wsd_fraction of decay_steps", low=1)
+    wsd_shape: str = _field("linear", "wsd: how it decays; sqrt: 1 - sqrt(progress)", choices=("linear", "sqrt"))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -446,6 +451,7 @@ class TrainConfig(_Group, group="train"):
         None, "RUN or RUN@step: start with the weights of another run; a plain one's also under another residual"
     )
     init_optimizer: bool = _field(False, "init_from: also with its optimiser's state and place in the schedule")
+    init_data: bool = _field(False, "init_from: also with its place in the data; False: from the first batch")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -664,8 +670,20 @@ class Config:
 
     @property
     def decay_steps(self) -> int:
-        """The step at which the decay of the rate has ended."""
-        return self.schedule.decay_steps or self.train.steps
+        """The step of the schedule at which the decay of the rate has ended."""
+        return self.schedule.decay_steps or self.last_step
+
+    @property
+    def last_step(self) -> int:
+        """The step of the schedule at which the run ends: after that of RUN@STEP where it takes the optimiser over."""
+        _, at, step = (self.train.init_from or "").rpartition("@")
+        taken = self.train.init_optimizer and bool(at) and step.isdigit()
+        return self.train.steps + (int(step) if taken else 0)
+
+    @property
+    def wsd_steps(self) -> float:
+        """Steps that a wsd schedule decays for."""
+        return self.schedule.wsd_steps or self.schedule.wsd_fraction * self.decay_steps
 
 
 # What may differ between a stored run and the command that resumes it: names of fields or, ending in a dot, of groups.
@@ -682,6 +700,7 @@ RESUMABLE = (
     "mesh.",
     "distributed.",
     "data.prefetch",
+    "data.workers",
     "data.cache_dir",
 )
 
@@ -870,7 +889,12 @@ def _check_schedule(config: Config) -> None:
     name = "train.steps" if schedule.decay_steps is None else "schedule.decay_steps"
     if warmup > end:
         _refuse("schedule.warmup_steps", warmup, f"at most {name}={end}")
-    if schedule.kind == "wsd" and warmup + schedule.wsd_fraction * end > end:
+    if schedule.kind != "wsd":
+        _only_with(schedule, ("wsd_steps", "wsd_shape"), "unless schedule.kind=wsd")
+    elif schedule.wsd_steps is not None:
+        if warmup + schedule.wsd_steps > end:
+            _refuse("schedule.wsd_steps", schedule.wsd_steps, f"at most {end - warmup}: {warmup} of {end} steps warm up")
+    elif warmup + schedule.wsd_fraction * end > end:
         most = (end - warmup) / end
         _refuse("schedule.wsd_fraction", schedule.wsd_fraction, f"at most {most:.3g}: {warmup} of {end} steps warm up")
     if schedule.kind == "step":
@@ -883,7 +907,7 @@ def _check_schedule(config: Config) -> None:
 
 def _check_batch(config: Config) -> None:
     if config.train.init_from is None:
-        _only_with(config.train, ("init_optimizer",), "without train.init_from")
+        _only_with(config.train, ("init_optimizer", "init_data"), "without train.init_from")
     _check_distributed(config.distributed)
     if not config.watchdog.seconds:
         _only_with(config.watchdog, ("abort",), "with watchdog.seconds=0: nothing is watched")
@@ -1054,7 +1078,7 @@ def check_resume(old: Config, new: Config) -> dict[str, tuple[Any, Any]]:
     Raises: UserError naming every changed field that is not of RESUMABLE, with both values.
     """
     changes = diff(old, new)
-    follows = all(config.schedule.decay_steps in (None, config.train.steps) for config in (old, new))
+    follows = all(config.schedule.decay_steps in (None, config.last_step) for config in (old, new))
     refused = {
         name: pair
         for name, pair in changes.items()

@@ -75,8 +75,9 @@ class TrainIterator:
             self._places.append((source, pieces, places))
             orders.append(grain.MapDataset.source(pieces).shuffle(seed=order_seed).repeat().map(_Encode(tokenizer)))
         self._assign = Assignment([one.weight for one, _ in several], seed) if len(several) > 1 else None
-        # The tokenizers library takes a second for a megabyte, and lets go of the interpreter meanwhile.
-        threads = 1 if isinstance(tokenizer, ByteTokenizer) else min(len(rows), os.cpu_count() or 1, _MOST_THREADS)
+        # The tokenizers library takes a second for a megabyte, and lets go of the interpreter meanwhile: threads do.
+        usual = 1 if isinstance(tokenizer, ByteTokenizer) else min(os.cpu_count() or 1, _MOST_THREADS)
+        threads = min(len(rows), data.workers or usual)
         packed = _PackedDataset(_Packing(orders, self._assign, rows, batch_size, data.sequence_length, threads))
         # In a list, so that closing can let go of it: grain's iterators close themselves when they are deleted, which
         # at the interpreter's exit is too late (their modules are gone, and a traceback lands on stderr).
