@@ -46,7 +46,7 @@ def open_corpus(config: Config, split: Any) -> Corpus:
         ids = encode(number).tokens[1:]
         return ids[:-1] if len(ids) and ids[-1] == tokenizer.eos_id else ids
 
-    is_text = isinstance(source[0], bytes)
+    is_text = not isinstance(source[0], np.ndarray)  # of a prepared text: Tokenised
     separator = tokenizer.encode("\n\n") if is_text else np.zeros(0, np.int32)
     haystack = Haystack(inner, len(source), separator)
     return Corpus(

@@ -34,9 +34,11 @@ from mhc.data.pipeline import open_corpus, train_iterator, validation_batches
 from mhc.data.prepared import Prepared, manifest_hash, pack, unpack
 from mhc.data.sources import documents, open_source
 from mhc.errors import UserError
+from tests import small_runs
 from tests.data.conftest import sentence
 from tests.data.test_pipeline import same, take
 from tests.object_store import ObjectStore, serving
+from tests.small import assert_identical
 
 ROOT = Path(__file__).parents[2]
 
@@ -199,6 +201,21 @@ def test_a_record_gives_back_the_document_and_parts_add_up_to_it(
         assert [part.rest for part in cut] == rests.tolist()
 
 
+@pytest.mark.slow
+def test_a_run_from_prepared_data_is_the_run_from_the_text(tmp_path: Path) -> None:
+    corpus = small_runs.write_corpus(tmp_path / "texts")
+    text = small_runs.config(corpus, "mhc")
+    made = small_runs.config(corpus, "mhc", data={"source": prepared(text.data, tmp_path / "out", workers=1).source})
+    folders = [tmp_path / "text", tmp_path / "prepared"]
+    assert [small_runs.run(config, folder) for config, folder in zip((text, made), folders, strict=True)] == [0, 0]
+    for name in ("metrics", "probes"):
+        assert small_runs.lines(folders[0], name) == small_runs.lines(folders[1], name)
+    (_, state, host), (_, other, theirs) = map(small_runs.final_state, folders)
+    assert_identical(state, other)
+    assert host["data"].pop("corpus") != theirs["data"].pop("corpus")
+    assert host == theirs
+
+
 # --- how it is made
 
 
@@ -259,7 +276,7 @@ def begun(tmp_path: Path, small: tuple[DataConfig, DataConfig]) -> tuple[DataCon
 def test_a_folder_goes_on_after_files_were_touched(begun: tuple[DataConfig, Path, dict[str, bytes]]) -> None:
     data, out, expected = begun
     os.utime(Path(data.source[5:]).parent / "0.jsonl", (1, 1))
-    prepared(data, out)
+    prepared(data, out, workers=1)
     assert content(out) == expected
     lines: list[str] = []
     prepared(data, out, tell=lines.append)
@@ -299,10 +316,15 @@ def test_a_changed_file_is_named_before_anything_is_written(
     assert content(out) == before
 
 
-def test_a_run_notices_a_changed_file(tmp_path: Path, small: tuple[DataConfig, DataConfig]) -> None:
+def test_a_run_notices_a_changed_file(
+    tmp_path: Path, small: tuple[DataConfig, DataConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
     text, out = copied(small, tmp_path)
     data = dataclasses.replace(text, source=f"prepared:{out}")
     corpus = tmp_path / "corpus"
+    with monkeypatch.context() as patch:  # what did not change is not read
+        patch.setattr("mhc.data.prepared.sha256", None)
+        open_source(data, "train")
     os.utime(corpus / "0.jsonl", (1, 1))
     open_source(data, "train")  # another time, the same content
     changed(corpus / "1.jsonl")
