@@ -432,11 +432,11 @@ def main(arguments: Sequence[str]) -> int:
     if not names:
         raise UserError("--tasks: given none, allowed: names of tasks, separated by commas")
     find_checkpoint(*checkpoints.locate(options.checkpoint, options.step))
-    _quiet()
+    quiet()
     tasks = load_tasks(names, data, options.num_fewshot)
     for line in missing_lines(tasks):
         print(f"left out: {line}", file=sys.stderr, flush=True)
-    _check_any(tasks)
+    check_any(tasks)
 
     from eval.lm import LanguageModel
 
@@ -452,7 +452,7 @@ def main(arguments: Sequence[str]) -> int:
     tasks = runnable(tasks, model, unsafe=options.confirm_run_unsafe_code)
     for line in missing_lines(tasks._replace(missing={k: v for k, v in tasks.missing.items() if k not in known})):
         print(f"left out: {line}", file=sys.stderr, flush=True)
-    _check_any(tasks)
+    check_any(tasks)
     print(f"{checkpoint.name}: {len(tasks.loaded)} tasks", file=sys.stderr, flush=True)
     how = {"limit": options.limit, "samples": bool(options.samples), "unsafe": options.confirm_run_unsafe_code}
     found = evaluate(model, tasks, **how)
@@ -466,12 +466,12 @@ def main(arguments: Sequence[str]) -> int:
     return 1 if tasks.missing else 0
 
 
-def _check_any(tasks: Tasks) -> None:
+def check_any(tasks: Tasks) -> None:
     if not tasks.loaded:
         raise UserError(f"--tasks: none of the {len(tasks.asked)} that were asked for can run")
 
 
-def _quiet() -> None:
+def quiet() -> None:
     """Leaves what others print to what matters. Raises UserError where lm-eval is missing."""
     if not sys.stderr.isatty():
         os.environ.setdefault("TQDM_DISABLE", "1")

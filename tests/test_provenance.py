@@ -80,6 +80,15 @@ def test_a_run_started_from_it_is_the_same_bit_for_bit(finished, tmp_path, capsy
     assert "run.json" not in capsys.readouterr().err  # nothing to say
 
 
+def test_prepared_data_has_the_hash_of_its_manifest(corpus, entry, tmp_path, monkeypatch):
+    assert entry["data"]["manifest"] is None  # text
+    monkeypatch.setattr(runs.Run, "_loop", lambda self: None)
+    monkeypatch.setattr(runs.Run, "_finish", lambda self: 0)
+    monkeypatch.setattr(runs, "manifest_hash", lambda data, source=None: f"of {source or data.source}")
+    assert run(config(corpus, "plain"), tmp_path / "run") == 0
+    assert provenance.read(tmp_path / "run").starts[0]["data"]["manifest"] == f"of {corpus}"
+
+
 def test_what_differs_is_said_in_a_line_each(finished, tmp_path, capsys):
     origin = provenance.read(finished / "run.json")
     starts = json.loads(json.dumps(list(origin.starts)))
