@@ -208,9 +208,11 @@ class TensorBoardWriter:
 
     def write(self, record: Record) -> None:
         """Write every number of the record at its ``step``. Raises KeyError without one."""
-        step = int(record["step"])
-        for name, number in scalars(record).items():
-            self._writer.add_scalar(name, number, step)
+        from tensorboardX.proto.summary_pb2 import Summary
+
+        # One event for all: with one for each, as add_scalar makes them, a fast step would wait for the writer.
+        values = [Summary.Value(tag=name, simple_value=number) for name, number in scalars(record).items()]
+        self._writer.file_writer.add_summary(Summary(value=values), int(record["step"]))
 
     def close(self) -> None:
         """Write out what is buffered and close the file."""

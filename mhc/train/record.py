@@ -179,7 +179,8 @@ class Record:
         if record["skipped"] == self._skipped:
             self._counted += self._durations[-1]
         self._skipped = record["skipped"]
-        p50, p95 = np.percentile(self._durations, (50, 95))
+        ordered = sorted(self._durations)
+        p50, p95 = (ordered[round(share * (len(ordered) - 1))] for share in (0.5, 0.95))
         wall = record["wall_seconds"]
         record |= {"seconds_p50": p50, "seconds_p95": p95, "goodput": self._counted / wall if wall else None}
         if "clip_scale" in values:

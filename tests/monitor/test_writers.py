@@ -171,12 +171,14 @@ def test_json_document_round_trip(tmp_path: Path) -> None:
 
 
 def test_tensorboard_writes_numbers_arrays_and_mappings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import tensorboardX
+    from tensorboardX.writer import FileWriter
 
     seen: list[tuple[str, float, int]] = []
-    monkeypatch.setattr(
-        tensorboardX.SummaryWriter, "add_scalar", lambda self, name, value, step: seen.append((name, value, step))
-    )
+
+    def add(self: Any, summary: Any, step: int) -> None:
+        seen.extend((one.tag, one.simple_value, step) for one in summary.value)
+
+    monkeypatch.setattr(FileWriter, "add_summary", add)
     writer: Writer = TensorBoardWriter(tmp_path)
     writer.write(
         {"step": 4, "loss": np.float32(2.5), "gain": [1.0, 3.0], "grad/norm": {"head": 0.5}, "x": None, "y": "s"}
