@@ -159,7 +159,9 @@ def _describe(places: list[Place], known: dict[tuple[str, int, int], str], tell:
     def checksum(place: Place) -> str:
         return known.get((place.name, place.size, place.version)) or place.checksum()
 
-    tell(f"hashing {len(places)} file(s), {sum(place.size for place in places) / 1e6:,.0f} MB")
+    unknown = [place.size for place in places if (place.name, place.size, place.version) not in known]
+    if unknown:
+        tell(f"hashing {len(unknown)} file(s), {sum(unknown) / 1e6:,.1f} MB")
     with futures.ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:  # hashing lets go of the interpreter
         sums = list(pool.map(checksum, places))
     return [
