@@ -886,14 +886,16 @@ def _check_residual(residual: ResidualConfig) -> None:
 
 def _check_schedule(config: Config) -> None:
     schedule, warmup, end = config.schedule, config.schedule.warmup_steps, config.decay_steps
-    name = "train.steps" if schedule.decay_steps is None else "schedule.decay_steps"
+    entered = "train.steps" if config.last_step == config.train.steps else "STEP + train.steps"
+    name = entered if schedule.decay_steps is None else "schedule.decay_steps"
     if warmup > end:
         _refuse("schedule.warmup_steps", warmup, f"at most {name}={end}")
     if schedule.kind != "wsd":
         _only_with(schedule, ("wsd_steps", "wsd_shape"), "unless schedule.kind=wsd")
     elif schedule.wsd_steps is not None:
         if warmup + schedule.wsd_steps > end:
-            _refuse("schedule.wsd_steps", schedule.wsd_steps, f"at most {end - warmup}: {warmup} of {end} steps warm up")
+            most = end - warmup
+            _refuse("schedule.wsd_steps", schedule.wsd_steps, f"at most {most}: {warmup} of {end} steps warm up")
     elif warmup + schedule.wsd_fraction * end > end:
         most = (end - warmup) / end
         _refuse("schedule.wsd_fraction", schedule.wsd_fraction, f"at most {most:.3g}: {warmup} of {end} steps warm up")

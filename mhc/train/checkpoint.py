@@ -198,16 +198,20 @@ def restore_parts(run: Folder, step: int, abstract: dict[str, Any], layout: dict
     target = jax.tree.map(
         lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), abstract, layout
     )
+    if set(abstract) != {"params"} and host_of(run, step).get("weights_only"):
+        raise UserError(f"{run}: the checkpoint of step {step} holds weights alone, no optimiser's state")
     with ocp.CheckpointManager(_folder(run), item_names=ITEMS) as manager:
-        if set(abstract) != {"params"}:
-            host = manager.restore(step, args=ocp.args.Composite(host=ocp.args.JsonRestore()))["host"]
-            if host.get("weights_only"):
-                raise UserError(f"{run}: the checkpoint of step {step} holds weights alone, no optimiser's state")
         args = ocp.args.PyTreeRestore(
             item=target, restore_args=ocp.checkpoint_utils.construct_restore_args(target), partial_restore=True
         )
         with _reading(run, step):
             return dict(manager.restore(step, args=ocp.args.Composite(state=args))["state"])
+
+
+def host_of(run: Folder, step: int) -> dict[str, Any]:
+    """The host's side of a checkpoint: data position (None: weights alone) and cumulative counts."""
+    with ocp.CheckpointManager(_folder(run), item_names=ITEMS) as manager:
+        return dict(manager.restore(step, args=ocp.args.Composite(host=ocp.args.JsonRestore()))["host"])
 
 
 def load_run(run: str | os.PathLike[str], step: int | None = None) -> LoadedRun:

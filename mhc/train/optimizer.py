@@ -84,7 +84,7 @@ def learning_rate(config: Config, completed: jax.Array | int) -> jax.Array:
     """
     schedule = config.schedule
     peak, warmup = config.optimizer.lr, schedule.warmup_steps
-    end = config.train.steps if schedule.decay_steps is None else schedule.decay_steps
+    end = config.decay_steps
     s = jnp.asarray(completed, jnp.float32) + 1.0
     start = float(max(warmup, 1))
     progress = jnp.clip((s - start) / max(end - start, 1.0), 0.0, 1.0)
@@ -99,9 +99,10 @@ def learning_rate(config: Config, completed: jax.Array | int) -> jax.Array:
         ratio = jnp.ones_like(s)
         for fraction, value in zip(schedule.step_fractions, schedule.step_ratios, strict=True):
             ratio = jnp.where(s > fraction * end, value, ratio)
-    else:  # wsd: stable, then linear over the last wsd_fraction
-        decay = max(schedule.wsd_fraction * end, 1.0)
-        ratio = 1.0 + (final - 1.0) * jnp.clip((s - (end - decay)) / decay, 0.0, 1.0)
+    else:  # wsd: stable, then down over the last wsd_steps
+        decay = max(config.wsd_steps, 1.0)
+        decayed = jnp.clip((s - (end - decay)) / decay, 0.0, 1.0)
+        ratio = 1.0 + (final - 1.0) * (jnp.sqrt(decayed) if schedule.wsd_shape == "sqrt" else decayed)
     warm = jnp.minimum(s / warmup, 1.0) if warmup else 1.0
     return peak * warm * jnp.where(s < warmup, 1.0, ratio)
 

@@ -136,8 +136,7 @@ class Run:
         if self.config.monitor.wandb != "off":
             WandbWriter.check(self.config.monitor.wandb)
         self.changes = self._check_stored()
-        if not committed_steps(self.place):
-            start.source(self.config)
+        found = None if committed_steps(self.place) else start.source(self.config)
         # Everything that the user's data can make fail comes before the first file is written.
         self.data = pipeline.train_iterator(
             self.config.data,
@@ -147,6 +146,8 @@ class Run:
             rows=local_rows(self.mesh, train.batch_size),
         )
         try:
+            if found is not None and train.init_data:
+                start.set_data(self.data, self.config, found)
             self.validation = pipeline.validation_sets(
                 self.config.data,
                 self.tokenizer,
@@ -235,11 +236,13 @@ class Run:
         self.probe = None
         if self.probe_batch is not None:
             self.probe = probes.compile_probe(self.trainer.definition, self.mesh)
-        self.data_start = self.data.get_state()
         self.seconds_before = 0.0
         self.wall_before = wall_seconds(self.home.files / "metrics.jsonl") if self.primary else 0.0
         self.rewinds = 0
         latest = self.checkpoints.latest()
+        # Once begun, a run that started within the data knows where from its checkpoint of step 0.
+        begun = latest is not None and config.train.init_data
+        self.data_start = self.checkpoints.host(0)["data"] if begun else self.data.get_state()
         self._note_start(latest or 0)
         self.fresh = latest is None
         self._restore(latest)

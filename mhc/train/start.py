@@ -12,11 +12,12 @@ import jax
 
 from mhc import kinds, remote
 from mhc.config import Config, ResidualConfig
+from mhc.data.pipeline import TrainIterator
 from mhc.errors import UserError
 from mhc.model.decoder import DecoderDefinition
 from mhc.remote import Folder
 from mhc.sharding import path_of
-from mhc.train.checkpoint import find_checkpoint, restore_parts
+from mhc.train.checkpoint import find_checkpoint, host_of, restore_parts
 from mhc.train.optimizer import make_optimizer
 from mhc.train.step import Trainer, TrainState
 
@@ -99,7 +100,8 @@ def source(config: Config) -> Source | None:
 
     Raises:
       UserError: no such run or checkpoint, parameters of other shapes (listed by name), a residual that would not
-      compute the source's function, or an optimiser whose state is another.
+      compute the source's function, an optimiser whose state is another, a schedule that has ended where it is
+      entered, or positions that do not fit the length.
     """
     text = config.train.init_from
     if text is None:
@@ -113,6 +115,7 @@ def source(config: Config) -> Source | None:
     except UserError as error:
         raise UserError(f"train.init_from: {error}") from None
     made = Source(remote.path(run if numbered else text), last, found)
+    _check_positions(config, found)
     ours, theirs = _shapes(config), _shapes(found)
     if not _same_maps(config, found):
         _check_upcycling(config, found)
@@ -128,7 +131,22 @@ def source(config: Config) -> Source | None:
         raise UserError(f"train.init_from: {text}: parameters of other shapes: {'; '.join(apart[:8])}{more}")
     if config.train.init_optimizer:
         _check_optimizer(config, made)
+        _check_schedule(config, made)
     return made
+
+
+def set_data(data: TrainIterator, config: Config, found: Source) -> None:
+    """Put the data where the source had it at its checkpoint, as ``train.init_data`` asks.
+
+    Raises: UserError where the two do not read the same batches, or the source has read none.
+    """
+    position = host_of(found.run, found.step)["data"]
+    if position is None:
+        raise UserError(f"train.init_data: {config.train.init_from} holds weights alone, and no place in the data")
+    try:
+        data.set_state(position)
+    except UserError as error:
+        raise UserError(f"train.init_data: {config.train.init_from} reads other batches: {error}") from None
 
 
 def initial_state(trainer: Trainer) -> TrainState:
@@ -201,6 +219,39 @@ def _check_optimizer(config: Config, found: Source) -> None:
         raise UserError(
             f"train.init_optimizer: the optimiser's state of {config.train.init_from} is another: "
             f"{found.config.optimizer.name} with residual.kind={found.config.residual.kind}"
+        )
+
+
+def _check_schedule(config: Config, found: Source) -> None:
+    """Refuse a schedule that is over at the step where it is entered: the run would stay at its last rate."""
+    if config.schedule.kind != "constant" and config.decay_steps <= found.step:
+        raise UserError(
+            f"schedule.decay_steps: given {config.decay_steps}, allowed: above {found.step}, where "
+            f"{config.train.init_from} enters the schedule with its optimiser (None with RUN@STEP: the run's last step)"
+        )
+
+
+def _check_positions(config: Config, found: Config) -> None:
+    """Refuse positions that the source does not have, or was not trained with at the length that scaling starts from.
+
+    Parameters of other shapes are refused anyway, but not in words that say what to do.
+    """
+    length, positions, run = config.data.sequence_length, config.positions, config.train.init_from
+    if positions.kind == found.positions.kind == "learned" and config.max_length != found.max_length:
+        if length > found.max_length:
+            raise UserError(
+                f"data.sequence_length: given {length}, allowed: at most {found.max_length}, "
+                f"the positions that {run} has learned"
+            )
+        raise UserError(
+            f"positions.max_length: given {config.max_length}, allowed: {found.max_length}, "
+            f"the positions that {run} has learned"
+        )
+    scaled = positions.kind == "rope" and positions.scaling in ("dynamic", "yarn", "llama3")
+    if scaled and config.original_length > found.original_length:
+        raise UserError(
+            f"positions.original_length: given {config.original_length}, allowed: at most {found.original_length} "
+            f"with positions.scaling={positions.scaling}, the length that {run} was trained with unscaled"
         )
 
 

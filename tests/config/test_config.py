@@ -208,6 +208,13 @@ MISTAKES = [
         "schedule.wsd_fraction: given 0.5, allowed: at most 0.4",
     ),
     (
+        {"schedule__kind": "wsd", "schedule__warmup_steps": 600, "schedule__wsd_steps": 401},
+        "schedule.wsd_steps: given 401, allowed: at most 400: 600 of 1000 steps warm up",
+    ),
+    ({"schedule__wsd_steps": 5}, "schedule.wsd_steps: given 5, allowed: None unless schedule.kind=wsd"),
+    ({"schedule__wsd_shape": "sqrt"}, "schedule.wsd_shape: given 'sqrt', allowed: linear unless schedule.kind=wsd"),
+    ({"train__init_data": True}, "train.init_data: given True, allowed: False without train.init_from"),
+    (
         {"schedule__kind": "step", "schedule__step_ratios": (0.1,)},
         "schedule.step_ratios: given (0.1,), allowed: as many as schedule.step_fractions=(0.8, 0.9)",
     ),

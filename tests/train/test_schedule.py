@@ -87,3 +87,23 @@ def test_scalars_and_arrays_agree_and_are_float32():
     one = learning_rate(made, 7)
     assert one.dtype == jnp.float32 and one.shape == ()
     assert float(one) == pytest.approx(rates(made, 8)[7], rel=1e-7)
+
+
+@pytest.mark.parametrize("shape", ["linear", "sqrt"])
+def test_a_decay_of_given_steps_and_shape(shape: str) -> None:
+    """Stable up to the first step of the decay; at zero in the last."""
+    got = rates(config("wsd", wsd_steps=4, wsd_shape=shape, final_ratio=0.0), STEPS + 2) / PEAK
+    done = np.arange(1, 5) / 4
+    decay = 1 - (np.sqrt(done) if shape == "sqrt" else done)
+    np.testing.assert_allclose(got, [0.2, 0.4, 0.6, 0.8, *[1.0] * 12, *decay, 0.0, 0.0], atol=1e-6)
+
+
+def test_a_branch_enters_the_schedule_where_its_source_left_it() -> None:
+    """None of decay_steps is the last step of the branch, counted from the source's first."""
+    taken = {"init_from": "runs/stable@100", "init_optimizer": True, "steps": 20}
+    made = small(train=taken, optimizer={"lr": PEAK}, schedule={"kind": "wsd", "wsd_steps": 10, "final_ratio": 0.0})
+    assert made.decay_steps == 120
+    got = np.asarray(learning_rate(made, 100 + jnp.arange(20)), np.float64) / PEAK
+    np.testing.assert_allclose(got, [*[1.0] * 10, *(1 - np.arange(1, 11) / 10)], atol=1e-6)
+    for changed in ({"init_optimizer": False}, {"init_from": "runs/stable"}):
+        assert small(train=taken | changed, schedule={"kind": "wsd"}).decay_steps == 20

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +17,7 @@ from mhc.config import from_config_dict
 from mhc.errors import UserError
 from mhc.train import run as runs
 from mhc.train import start
-from mhc.train.checkpoint import committed_steps, load_run
+from mhc.train.checkpoint import committed_steps, host_of, load_run
 from mhc.train.step import Trainer
 from tests import small_runs
 from tests.interop.models import run_of
@@ -97,7 +100,7 @@ def test_its_first_step_is_replayed_bit_for_bit(corpus: str, plain: Path, tmp_pa
     said: list[str] = []
     done = replay.replay(tmp_path / "x", 1, devices=jax.devices()[:1], say=said.append)
     assert done.differences == {}
-    assert f"seed 0 and {plain}" in "".join(said)
+    assert "checkpoint of step 0" in "".join(said)
 
 
 def test_weights_of_the_last_checkpoint_are_taken_over_bit_for_bit(corpus: str, plain: Path, tmp_path: Path) -> None:
@@ -178,3 +181,190 @@ def test_a_source_that_is_not_there(text: str, words: str, plain: Path) -> None:
 def test_the_optimiser_alone_is_no_source() -> None:
     with pytest.raises(UserError, match=r"train\.init_optimizer: given True, allowed: False without"):
         small("plain", train={"init_optimizer": True})
+
+
+# Longer contexts and branches -----------------------------------------------------------------------------------------
+
+LONGER = [
+    ({"scaling": "yarn", "factor": 4.0, "original_length": 16}, False),
+    ({"scaling": "ntk", "factor": 4.0}, True),
+    ({"scaling": "linear", "factor": 4.0}, False),
+    ({"scaling": "none", "theta": 160_000.0}, True),
+]
+
+
+@pytest.mark.parametrize(("positions", "optimizer"), LONGER)
+def test_a_run_goes_on_at_four_times_the_length_on_other_data_with_another_schedule(
+    positions: dict[str, Any], optimizer: bool, corpus: str, plain: Path, tmp_path: Path
+) -> None:
+    other = write_corpus(tmp_path / "others")
+    made = config(
+        corpus,
+        "plain",
+        positions=positions,
+        data={"sequence_length": 64, "source": f"mix:old=1*{corpus};new=3*{other}"},
+        schedule={"kind": "cosine", "decay_steps": 8, "warmup_steps": 1, "final_ratio": 0.0},
+        train={"init_from": f"{plain}@2", "init_optimizer": optimizer, "steps": 2, "batch_size": 4},
+    )
+    run = opened(made, tmp_path / "x")
+    assert run.config.original_length == positions.get("original_length", 64)
+    state = start.initial_state(Trainer(run.config, run.mesh))
+    assert_identical(state.params, load_run(plain, 2).params)
+    assert int(state.step) == (2 if optimizer else 0)
+    assert any(np.any(leaf != 0) for leaf in jax.tree.leaves(state.opt_state)) == optimizer
+    if positions["scaling"] == "yarn":  # one is enough to see that it trains
+        assert small_runs.run(made, tmp_path / "x") == 0
+        rows = lines(tmp_path / "x", "metrics")
+        assert [row["tokens"] for row in rows] == [4 * 64, 2 * 4 * 64]
+        assert abs(rows[0]["loss"] - lines(plain, "metrics")[2]["loss"]) < 0.3
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "words"),
+    [
+        (
+            {"kind": "learned"},
+            {"kind": "learned"},
+            "data.sequence_length: given 64, allowed: at most 16, the positions",
+        ),
+        (
+            {"kind": "learned", "max_length": 128},
+            {"kind": "learned"},
+            "positions.max_length: given 64, allowed: 128, the positions that .* has learned",
+        ),
+        (
+            {},
+            {"scaling": "yarn", "factor": 4.0},
+            "positions.original_length: given 64, allowed: at most 16 with .*yarn",
+        ),
+        ({}, {"scaling": "llama3", "factor": 4.0, "original_length": 32}, "given 32, allowed: at most 16"),
+    ],
+)
+def test_positions_that_the_source_does_not_have_are_one_line(
+    before: dict[str, Any], after: dict[str, Any], words: str, corpus: str, tmp_path: Path
+) -> None:
+    source = small_runs.resolved(config(corpus, "plain", positions=before))
+    run_of(source, random_params(source), tmp_path / "a")
+    made = config(
+        corpus, "plain", positions=after, data={"sequence_length": 64}, train={"init_from": str(tmp_path / "a")}
+    )
+    with pytest.raises(UserError, match=words) as raised:
+        opened(made, tmp_path / "b")
+    assert "\n" not in str(raised.value) and not (tmp_path / "b").exists()
+
+
+def test_learned_positions_that_are_long_enough_are_taken_over(corpus: str, tmp_path: Path) -> None:
+    learned = {"kind": "learned", "max_length": 64}
+    source = small_runs.resolved(config(corpus, "plain", positions=learned))
+    run_of(source, random_params(source), tmp_path / "a")
+    made = config(
+        corpus, "plain", positions=learned, data={"sequence_length": 64}, train={"init_from": str(tmp_path / "a")}
+    )
+    run = opened(made, tmp_path / "b")
+    assert_identical(start.initial_state(Trainer(run.config, run.mesh)).params, load_run(tmp_path / "a").params)
+
+
+STABLE = {"schedule": {"kind": "constant", "warmup_steps": 1}}
+
+
+# The rest of it from its checkpoint of step 2, but for what an arm changes.
+BRANCH: dict[str, Any] = {"init_from": "@2", "init_optimizer": True, "init_data": True, "steps": 2}
+
+
+def with_source(made: Any, run: Path) -> Any:
+    """``made`` with a folder before its @step."""
+    return dataclasses.replace(made, train=dataclasses.replace(made.train, init_from=f"{run}{made.train.init_from}"))
+
+
+@pytest.fixture(scope="module")
+def stable(corpus: str) -> Path:
+    """A plain run of four steps at a constant rate, checkpoints at 2 and 4."""
+    run = Path(corpus.removeprefix("text:")).parent.parent / "stable"
+    assert small_runs.run(config(corpus, "plain", **STABLE), run) == 0
+    return run
+
+
+def test_a_branch_begins_as_the_stable_run_went_on_but_for_the_rate(corpus: str, stable: Path, tmp_path: Path) -> None:
+    """Bit for bit: the loss and gradient of its first step, with the rate on its way down."""
+    decay = {"kind": "wsd", "wsd_steps": 2, "final_ratio": 0.0, "decay_steps": None}
+    made = config(corpus, "plain", schedule=STABLE["schedule"] | decay, train=BRANCH)
+    assert small_runs.run(with_source(made, stable), tmp_path / "x") == 0
+    trunk, branch = (lines(run, "metrics") for run in (stable, tmp_path / "x"))
+    for name in ("loss", "grad_norm", "log_z"):
+        assert branch[0][name] == trunk[2][name]
+    assert branch[1]["loss"] != trunk[3]["loss"]
+    np.testing.assert_allclose([row["lr"] for row in branch], [trunk[0]["lr"] / 2, 0.0], atol=1e-9)
+
+
+@pytest.mark.slow
+def test_under_the_same_schedule_a_branch_is_the_stable_run(corpus: str, stable: Path, tmp_path: Path) -> None:
+    made = config(corpus, "plain", **STABLE, train=BRANCH)
+    assert small_runs.run(with_source(made, stable), tmp_path / "x") == 0
+    for theirs, ours in zip(lines(stable, "metrics")[2:], lines(tmp_path / "x", "metrics"), strict=True):
+        assert all(theirs[name] == ours[name] for name in ("loss", "grad_norm", "log_z", "update_norm", "lr"))
+    assert_identical(load_run(tmp_path / "x").params, load_run(stable).params)
+
+
+def test_without_its_place_a_branch_reads_the_data_from_the_start(corpus: str, stable: Path, tmp_path: Path) -> None:
+    def place(made: Any) -> Any:
+        run = runs.Run(made, tmp_path / "x", devices=jax.devices()[:1])
+        with contextlib.closing(run.data):
+            return run.data.get_state()
+
+    there = host_of(stable, 2)["data"]
+    first = place(config(corpus, "plain", **STABLE))
+    assert first != there
+    assert place(with_source(config(corpus, "plain", **STABLE, train=BRANCH), stable)) == there
+    assert place(with_source(config(corpus, "plain", **STABLE, train={**BRANCH, "init_data": False}), stable)) == first
+
+
+@pytest.mark.slow
+def test_a_branch_that_is_stopped_goes_on_and_needs_its_source_no_more(
+    corpus: str, stable: Path, tmp_path: Path
+) -> None:
+    source = tmp_path / "source"
+    shutil.copytree(stable, source)
+
+    def run(name: str, steps: int) -> None:
+        fields = {**STABLE, "validation": {"every": 2}, "train": {**BRANCH, "steps": steps}}
+        assert small_runs.run(with_source(config(corpus, "plain", **fields), source), tmp_path / name) == 0
+
+    run("whole", 4)
+    run("halves", 2)
+    shutil.rmtree(source)
+    run("halves", 4)
+    small_runs.assert_equal_runs(tmp_path / "halves", tmp_path / "whole")
+
+
+@pytest.mark.parametrize(
+    ("groups", "words"),
+    [
+        ({"data": {"sequence_length": 8}}, r"train\.init_data: .* reads other batches: .*saved with piece="),
+        ({"train": {"batch_size": 4}}, "saved with batch_size=8, this run has batch_size=4"),
+        ({"seed": {"data": 3}}, "saved with seed=0, this run has seed=3"),
+    ],
+)
+def test_a_place_in_other_data_is_refused(
+    groups: dict[str, Any], words: str, corpus: str, stable: Path, tmp_path: Path
+) -> None:
+    train = {"init_from": f"{stable}@2", "init_data": True, **groups.get("train", {})}
+    with pytest.raises(UserError, match=words):
+        opened(config(corpus, "plain", **{**STABLE, **groups, "train": train}), tmp_path / "x")
+    assert not (tmp_path / "x").exists()
+
+
+def test_weights_alone_have_no_place_in_the_data(corpus: str, tmp_path: Path) -> None:
+    source = small_runs.resolved(config(corpus, "plain"))
+    run_of(source, random_params(source), tmp_path / "a")
+    with pytest.raises(UserError, match=r"train\.init_data: .* holds weights alone"):
+        opened(config(corpus, "plain", train={"init_from": str(tmp_path / "a"), "init_data": True}), tmp_path / "b")
+
+
+def test_a_schedule_that_is_over_where_it_is_entered_is_refused(corpus: str, stable: Path, tmp_path: Path) -> None:
+    """Without @STEP nothing says where a decay would end that is not given."""
+    train = {"init_from": str(stable), "init_optimizer": True, "steps": 4}
+    falling = {"kind": "cosine", "decay_steps": None}
+    with pytest.raises(UserError, match=r"schedule\.decay_steps: given 4, allowed: above 4, where .*RUN@STEP"):
+        opened(config(corpus, "plain", schedule=falling, train=train), tmp_path / "x")
+    named = config(corpus, "plain", schedule=falling, train={**train, "init_from": f"{stable}@4"})
+    assert opened(named, tmp_path / "x").config.schedule.decay_steps == 8
