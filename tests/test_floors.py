@@ -28,6 +28,7 @@ FLOORS = {
     "mhc.data": 4,
     "mhc.sharding": 4,
     "mhc.distributed": 4,
+    "mhc.data.inspect": 5,  # a program
     "mhc.monitor": 5,
     "mhc.provenance": 5,
     "mhc.monitor.probes": 6,

@@ -47,7 +47,7 @@ def sums_and_gradients(config: Config, mesh: Any = None) -> tuple[LossSums, Any]
 
     def objective(h: jax.Array, params: Any) -> tuple[jax.Array, LossSums]:
         with tracing_for(mesh):
-            sums = cross_entropy(definition.bind(params), h, targets, weights, SOURCES)
+            sums = cross_entropy(definition.bind(params), h, targets, weights, jnp.asarray(SOURCES))
         return sums.objective / jnp.sum(weights), sums
 
     (_, sums), grads = jax.jit(jax.value_and_grad(objective, argnums=(0, 1), has_aux=True))(h, params)
