@@ -22,7 +22,8 @@ HOW = {"rows": 16}
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of 12 steps with the checkpoints 4, 8 and 12. Not to be changed."""
     root = tmp_path_factory.mktemp("watch")
-    made = config(write_corpus(root / "texts"), "plain", validation={"every": 4}, checkpoint={"keep": 3})
+    scored = {"validation": {"every": 4}, "checkpoint": {"keep": 3}, "monitor": {"probe_every": 0}}
+    made = config(write_corpus(root / "texts"), "plain", **scored)
     assert run(made, root / "run") == 0
     assert committed_steps(root / "run") == [4, 8, 12]
     return root / "run"
