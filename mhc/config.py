@@ -894,8 +894,8 @@ def _check_schedule(config: Config) -> None:
         _only_with(schedule, ("wsd_steps", "wsd_shape"), "unless schedule.kind=wsd")
     elif schedule.wsd_steps is not None:
         if warmup + schedule.wsd_steps > end:
-            most = end - warmup
-            _refuse("schedule.wsd_steps", schedule.wsd_steps, f"at most {most}: {warmup} of {end} steps warm up")
+            longest = end - warmup
+            _refuse("schedule.wsd_steps", schedule.wsd_steps, f"at most {longest}: {warmup} of {end} steps warm up")
     elif warmup + schedule.wsd_fraction * end > end:
         most = (end - warmup) / end
         _refuse("schedule.wsd_fraction", schedule.wsd_fraction, f"at most {most:.3g}: {warmup} of {end} steps warm up")

@@ -83,7 +83,7 @@ def run(arguments: Sequence[str]) -> int:
     others = len(stored.arms) - len(planned.arms)
     if others:
         say(f"{workdir}: keeps {others} arms that {options.file} no longer lists")
-    return _launch(planned, workdir, options, slots, pod, retry=())
+    return _launch(planned, stored, workdir, options, slots, pod, retry=())
 
 
 def retry(arguments: Sequence[str]) -> int:
@@ -111,7 +111,7 @@ def retry(arguments: Sequence[str]) -> int:
         say(f"{workdir}: no arm has failed")
         return 0
     chosen = Plan(stored.name, stored.base_file, stored.overrides, stored.base, {a: stored.arms[a] for a in wanted})
-    return _launch(chosen, workdir, options, _slots(options), _pod(options), retry=wanted)
+    return _launch(chosen, stored, workdir, options, _slots(options), _pod(options), retry=wanted)
 
 
 def status(arguments: Sequence[str]) -> int:
@@ -216,6 +216,7 @@ def _slots(options: argparse.Namespace) -> list[devices.Slot]:
 
 def _launch(
     planned: Plan,
+    whole: Plan,
     workdir: Path,
     options: argparse.Namespace,
     slots: Sequence[devices.Slot],
@@ -223,6 +224,14 @@ def _launch(
     retry: Collection[str],
 ) -> int:
     steps = {arm: planned.config(arm).train.steps for arm in planned.arms}
+    sources = {
+        arm: (source[0], whole.config(source[0]).train.steps) for arm in steps if (source := planned.source(arm))
+    }
+    if options.launcher != "local":
+        early = [arm for arm, (source, count) in sources.items() if not folders.finished(workdir / source, count)]
+        steps = {arm: count for arm, count in steps.items() if arm not in early}
+        if early:
+            say(f"{len(early)} arms branch from arms that have not finished: left for the same command, then")
     if pod is not None:
         left = [arm for arm in steps if _wanted(workdir / arm, steps[arm], arm in retry)]
         files = gke.write(planned, left, pod, workdir)
@@ -242,7 +251,7 @@ def _launch(
         jobs = slurm.submit(workdir, steps, parameters, retry=retry, say=say)
         say(f"{workdir}: {len(jobs)} jobs submitted")
         return 0
-    code = local.Runner(workdir, steps, slots, retry=retry, say=say).run()
+    code = local.Runner(workdir, steps, slots, retry=retry, sources=sources, say=say).run()
     states = {arm: folders.state(workdir / arm, count) for arm, count in steps.items()}
     say(f"{workdir}: {_counts(states.values())}")
     if any(state == "failed" for state in states.values()):

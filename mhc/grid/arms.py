@@ -19,6 +19,7 @@ from typing import Any
 from mhc import config as configs
 from mhc.errors import UserError
 
+ARM = "arm:"  # before the name, in train.init_from, of an arm of the same grid: arm:NAME@STEP
 Arm = Mapping[str, Any]
 Arms = tuple[Arm, ...]
 
@@ -72,6 +73,39 @@ def zipped(*parts: Arms) -> Arms:
     return tuple(functools.reduce(_join, row, {}) for row in zip(*parts, strict=True))
 
 
+def branches(trunks: Arms, step: int, changes: Arms = ({},)) -> Arms:
+    """Arms that go on from the checkpoint of ``step`` of each trunk, one for each of ``changes``, which count last.
+
+    A branch has its trunk's fields, and takes over its weights, its optimiser's state, its place in the schedule and in
+    the data. It starts when its trunk, an arm of the same grid, has finished.
+    """
+    return tuple(
+        {
+            **trunk,
+            "train.init_from": f"{ARM}{name_of(trunk)}@{step}",
+            "train.init_optimizer": True,
+            "train.init_data": True,
+            **change,
+        }
+        for trunk in trunks
+        for change in changes
+    )
+
+
+def source_of(fields: Arm) -> tuple[str, int] | None:
+    """(name, step) of the arm of the same grid that an arm branches from; None: it does not.
+
+    Raises: UserError for a source that says arm: and is not of that form.
+    """
+    text = str(fields.get("train.init_from"))
+    if not text.startswith(ARM):
+        return None
+    name, _, step = text.removeprefix(ARM).rpartition("@")
+    if not (name and step.isdigit()):
+        raise UserError(f"train.init_from: given {text!r}, allowed in a grid: {ARM}NAME@STEP, an arm of the same grid")
+    return name, int(step)
+
+
 def chain(*parts: Arms) -> Arms:
     """The arms of one part after the other."""
     return tuple(one for part in parts for one in part)
@@ -101,6 +135,7 @@ _SHORT = {
     "model.width": "width",
     "optimizer.lr": "lr",
 }
+_DECAY = {"schedule.wsd_steps": "decay", "schedule.wsd_shape": "shape"}  # the same, after where a branch starts
 _SEEDS = ("seed.init", "seed.data")
 _LONGEST = 100  # bytes; file systems allow 255, and k8s, logs and reports add to it
 
@@ -113,16 +148,21 @@ def name_of(fields: Arm) -> str:
     hash of the fields ends it.
     """
     rest = dict(fields)
+    taken = _take_branch(rest)
     parts = [(short, rest.pop(field)) for field, short in _SHORT.items() if field in rest]
     seeds_last: list[tuple[str, Any]] = []
     if all(field in rest for field in _SEEDS) and rest["seed.init"] == rest["seed.data"]:
         seeds_last = [("seed", rest.pop("seed.init"))]
         del rest["seed.data"]
+    parts += taken + [(short, rest.pop(field)) for field, short in _DECAY.items() if field in rest]
     parts += [(field, rest[field]) for field in sorted(rest)] + seeds_last
     plain = ",".join(f"{label}={_text(value)}" if label else _text(value) for label, value in parts) or "base"
     safe = re.sub(r"[^A-Za-z0-9._+=,-]", "_", plain)
     # A text that is empty or holds what joins names could make the name of another arm.
-    clear = all(re.fullmatch(r"[^+=,]+", value) for value in fields.values() if isinstance(value, str))
+    texts = {field: value for field, value in fields.items() if isinstance(value, str)}
+    if taken:  # of which the name has the step alone
+        del texts["train.init_from"]
+    clear = (not taken or _follows(fields)) and all(re.fullmatch(r"[^+=,]+", value) for value in texts.values())
     if (
         clear
         and safe == plain
@@ -133,6 +173,30 @@ def name_of(fields: Arm) -> str:
         return safe
     canonical = json.dumps({field: fields[field] for field in sorted(fields)}, default=list)
     return f"{safe.lstrip('.')[:_LONGEST]}-{hashlib.sha256(canonical.encode()).hexdigest()[:8]}"
+
+
+def _take_branch(rest: dict[str, Any]) -> list[tuple[str, Any]]:
+    """The parts of a name that say where an arm branches from; their fields leave ``rest``. []: it does not.
+
+    What a branch usually is, a decay of wsd_steps with all of its trunk's state, goes without saying.
+    """
+    source = source_of(rest)
+    if source is None:
+        return []
+    del rest["train.init_from"]
+    usual = {**_USUAL, "train.steps": rest.get("schedule.wsd_steps")}
+    given = {field: rest.pop(field, None) for field in usual}
+    return [("from", source[1]), *((field, value) for field, value in given.items() if value != usual[field])]
+
+
+_USUAL = {"train.init_optimizer": True, "train.init_data": True, "schedule.kind": "wsd"}
+
+
+def _follows(fields: Arm) -> bool:
+    """Whether the name of a branch's trunk follows from the branch's other fields."""
+    own = {*_USUAL, *_DECAY, "train.init_from", "train.steps"}
+    source = source_of(fields)
+    return source is not None and source[0] == name_of({f: value for f, value in fields.items() if f not in own})
 
 
 def _text(value: Any) -> str:

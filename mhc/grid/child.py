@@ -18,7 +18,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("workdir", type=Path, help="folder of the grid")
     parser.add_argument("arm", help="name of the arm")
     options = parser.parse_args(arguments)
-    config = plan.read(options.workdir).config(options.arm)
+    config = plan.read(options.workdir).placed(options.arm, options.workdir)
     from mhc.train import run
 
     return run.run(config, options.workdir / options.arm)

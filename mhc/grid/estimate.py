@@ -9,7 +9,7 @@ import math
 from typing import Any
 
 from mhc import config as configs
-from mhc.config import Config, MeshConfig
+from mhc.config import Config, MeshConfig, ScheduleConfig
 from mhc.errors import UserError, did_you_mean
 from mhc.grid.plan import Plan
 
@@ -19,6 +19,8 @@ _SHAPELESS = {
     "residual": ("scale", "alpha", "res_gap", "iters", "rms_eps", "map_eps", "sinkhorn_eps"),
     "init": ("kind", "std", "scale_residual"),
     "seed": ("init", "data"),
+    "schedule": tuple(field.name for field in dataclasses.fields(ScheduleConfig)),
+    "train": ("steps", "init_from", "init_optimizer", "init_data"),
 }
 
 

@@ -61,6 +61,8 @@ def command(plan: Plan, arm: str, workdir: str) -> list[str]:
     if base.startswith(".."):
         raise UserError(f"--launcher gke: the base config {path} lies outside of the project, so images do not have it")
     fields = {**plan.overrides, **plan.arms[arm]}
+    if source := plan.source(arm):
+        fields["train.init_from"] = f"{os.path.dirname(workdir)}/{source[0]}@{source[1]}"
     overrides = [f"--config.{field}={_text(value)}" for field, value in fields.items()]
     return ["python", "train.py", "--config", f"{base}{colon}{text}", *overrides, "--workdir", workdir]
 

@@ -8,7 +8,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 
@@ -57,6 +57,7 @@ class Runner:
         slots: Sequence[Slot],
         *,
         retry: Collection[str] = (),
+        sources: Mapping[str, tuple[str, int]] | None = None,
         command: Command = train_command,
         say: Say,
     ):
@@ -65,14 +66,16 @@ class Runner:
         arms: steps of each arm by name, in the order in which they start.
         slots: places for arms, one arm each at a time.
         retry: arms that run although their last attempt failed or was halted.
+        sources: of arms that start when another one has finished: its name and steps.
         command: the process of an arm in a grid's folder.
         say: takes a line for the user.
         """
         self.workdir, self.arms, self.slots = workdir, arms, slots
         self.retry, self.command, self.say = set(retry), command, say
+        self.sources = sources or {}
         self.running: dict[int, Attempt] = {}  # by slot
         self.attempted: set[str] = set()
-        self.waited: set[str] = set()  # arms of others that were told to the user
+        self.waited: set[str] = set()  # arms not started for the time being, or at all, that were told to the user
         self.asked, self.signal = 0, 0  # signals received, and the last one
         self.told = 0  # signals passed on
 
@@ -99,6 +102,9 @@ class Runner:
         for arm, steps in self.arms.items():
             if arm in self.attempted or self._done(arm, steps):
                 continue
+            if not self._ready(arm):
+                left |= self._awaited(arm)
+                continue
             left = True
             free = [
                 number
@@ -109,6 +115,29 @@ class Runner:
                 return True
             self._start(arm, steps, free[0])
         return left
+
+    def _ready(self, arm: str) -> bool:
+        """Whether an arm has all that it starts from."""
+        if arm not in self.sources:
+            return True
+        source, steps = self.sources[arm]
+        return folders.finished(self.workdir / source, steps) and not folders.claimed(self.workdir / source)
+
+    def _awaited(self, arm: str) -> bool:
+        """Whether the source of an arm that is not ready may still finish; the user is told where not."""
+        source, steps = self.sources[arm]
+        to_come = source in self.arms and source not in self.attempted and not self._ended(source, steps)
+        running = any(attempt.name == source for attempt in self.running.values())
+        if running or folders.claimed(self.workdir / source) or (to_come and self._comes(source)):
+            return True
+        if arm not in self.waited:
+            state = folders.state(self.workdir / source, steps)
+            self.say(f"{arm}: not started: it branches from {source}, which is {state}")
+            self.waited.add(arm)
+        return False
+
+    def _comes(self, arm: str) -> bool:
+        return self._ready(arm) or self._awaited(arm)
 
     def _done(self, arm: str, steps: int) -> bool:
         """Whether nothing is left to do for an arm, nor anybody doing it."""

@@ -21,7 +21,7 @@ from mhc import cli
 from mhc import config as configs
 from mhc.config import Config
 from mhc.errors import UserError, did_you_mean
-from mhc.grid.arms import Arm, Grid, name_of
+from mhc.grid.arms import Arm, Grid, name_of, source_of
 from mhc.grid.folder import begun
 from mhc.monitor.writers import read_json, write_json
 
@@ -52,6 +52,23 @@ class Plan:
             except UserError as error:
                 raise UserError(f"arm {arm}: {error}") from None
         return self._made[arm]
+
+    def source(self, arm: str) -> tuple[str, int] | None:
+        """(name, step) of the arm that an arm branches from; None: it does not."""
+        return source_of(self.arms[arm])
+
+    def placed(self, arm: str, workdir: Path) -> Config:
+        """The Config of an arm in the grid's folder, where what it branches from lies there too.
+
+        A run that has begun keeps the path that it was begun with, so that a grid's folder may move.
+        """
+        config, source = self.config(arm), self.source(arm)
+        if source is None:
+            return config
+        path = f"{workdir.resolve() / source[0]}@{source[1]}"
+        if (workdir / arm / "config.json").is_file():
+            path = read_json(workdir / arm / "config.json")["train"]["init_from"]
+        return dataclasses.replace(config, train=dataclasses.replace(config.train, init_from=path))
 
     @functools.cached_property
     def _made(self) -> dict[str, Config]:
@@ -97,7 +114,31 @@ def load(path: str, arguments: Sequence[str], parser: cli.Parser) -> Plan:
         arms[name] = exact
     if not arms:
         raise UserError(f"grid file {file}: get_grid() gives no arm")
-    return Plan(Path(file).stem + colon + text, base_file, overrides, tree, arms)
+    made = Plan(Path(file).stem + colon + text, base_file, overrides, tree, arms)
+    for name in arms:
+        _check_source(made, name, f"grid file {file}: arm {name}")
+    return made
+
+
+def _check_source(plan: Plan, arm: str, where: str) -> None:
+    """Refuse a branch from an arm that the grid does not have, or from a checkpoint that its trunk will not keep."""
+    source = plan.source(arm)
+    if source is None:
+        return
+    name, step = source
+    if name not in plan.arms:
+        raise UserError(f"{where}: train.init_from: no arm {name} in this grid{did_you_mean(name, plan.arms)}")
+    config = plan.config(name)
+    steps, policy = config.train.steps, config.checkpoint
+    written = sorted({*range(policy.every, steps, policy.every), steps}) if policy.every else [steps]
+    fields = f"train.steps={steps}, checkpoint.every={policy.every}"
+    if step not in written:
+        raise UserError(f"{where}: train.init_from: {name} has no checkpoint of step {step} with {fields}")
+    if step not in written[-policy.keep :] and not (policy.keep_every and step % policy.keep_every == 0):
+        keep = f"checkpoint.keep={policy.keep}, checkpoint.keep_every={policy.keep_every}"
+        raise UserError(
+            f"{where}: train.init_from: {name} does not keep its checkpoint of step {step} with {fields}, {keep}"
+        )
 
 
 def _with(base: Mapping[str, Mapping[str, Any]], fields: Arm) -> Config:

@@ -5,15 +5,16 @@ from __future__ import annotations
 import math
 import random
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
 from mhc.errors import UserError
-from mhc.grid import Arms, arm, axis, chain, product, seeds, zipped
-from mhc.grid.arms import name_of
+from mhc.grid import Arms, arm, axis, branches, chain, product, seeds, zipped
+from mhc.grid.arms import name_of, source_of
 
 FIELDS = ("residual.kind", "residual.n", "optimizer.lr", "model.layers", "data.source", "head.tied", "train.steps")
 values = st.one_of(
@@ -123,3 +124,45 @@ def test_different_arms_have_different_names(one: dict, other: dict) -> None:
 def test_names_stay_what_they_are(fields: dict, name: str) -> None:
     """Folders of existing grids are found by them: a change here orphans every arm that has run."""
     assert name_of(fields) == name
+
+
+def test_branches_have_their_trunk_s_fields_and_take_over_all_of_its_state() -> None:
+    trunks = product(seeds(0, 1), axis("residual.kind", "plain", "mhc"))
+    made = branches(trunks, 80, axis("train.steps", 20, 40))
+    assert len(made) == 8
+    for trunk, branch in zip([trunk for trunk in trunks for _ in range(2)], made, strict=True):
+        assert trunk.items() <= branch.items()
+        assert source_of(trunk) is None and source_of(branch) == (name_of(trunk), 80)
+        assert branch["train.init_optimizer"] and branch["train.init_data"]
+    changed = branches(arm({"schedule.kind": "constant"}), 80, arm({"schedule.kind": "wsd"}))
+    assert changed[0]["schedule.kind"] == "wsd"
+    for text in ("arm:plain", "arm:@80", "arm:plain@last"):
+        with pytest.raises(UserError, match=r"train\.init_from: given 'arm:.*', allowed in a grid: arm:NAME@STEP"):
+            source_of({"train.init_from": text})
+
+
+DECAY = {"schedule.kind": "wsd", "schedule.wsd_steps": 20, "train.steps": 20}
+
+
+def test_the_name_of_a_branch_says_what_is_not_usual() -> None:
+    def name(trunk: Arms, change: Mapping[str, Any], step: int = 80) -> str:
+        return name_of(branches(trunk, step, (change,))[0])
+
+    trunk = product(seeds(0), axis("residual.kind", "plain"))
+    assert name(trunk, DECAY) == "plain,from=80,decay=20,seed=0"
+    assert name(trunk, {**DECAY, "schedule.wsd_shape": "sqrt"}) == "plain,from=80,decay=20,shape=sqrt,seed=0"
+    # What is another, or missing, is named; a trunk that the other fields do not tell is in a hash.
+    names = [
+        name(trunk, DECAY),
+        name(trunk, DECAY, step=160),
+        name(trunk, {**DECAY, "train.steps": 40}),
+        name(trunk, {**DECAY, "train.init_data": False}),
+        name(trunk, {**DECAY, "schedule.kind": "linear"}),
+        name(trunk, {field: value for field, value in DECAY.items() if field != "schedule.kind"}),
+        name(trunk, {**DECAY, "residual.kind": "mhc"}),
+        name(product(trunk, axis("model.layers", 2)), {**DECAY, "residual.kind": "mhc"}),
+        name_of({**trunk[0], **DECAY, "train.init_from": "arm:hc@80"}),
+        name_of({**trunk[0], **DECAY, "train.init_from": "arm:mhc@80"}),
+        name_of({**trunk[0], **DECAY, "train.init_from": "runs/a@80"}),
+    ]
+    assert len({one.lower() for one in names}) == len(names)

@@ -35,7 +35,7 @@ def manifests(planned: Plan, pod: Pod) -> dict[str, Any]:
     return {arm: yaml.safe_load(text) for arm, text in gke.documents(planned, planned.arms, pod).items()}
 
 
-@pytest.mark.parametrize("grid", ["controls.py:cluster", "topologies.py:cluster"])
+@pytest.mark.parametrize("grid", ["controls.py:cluster", "topologies.py:cluster", "wsd.py:cluster"])
 def test_the_command_of_a_manifest_trains_the_arm(grid: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As train.py reads it in the project's root, with the overrides of the grid's command line."""
     planned = load(grid, "--config.optimizer.clip_norm=None", "--config.data.source=text:/data/*.txt")
@@ -48,7 +48,7 @@ def test_the_command_of_a_manifest_trains_the_arm(grid: str, monkeypatch: pytest
         python, program, flag, config, *overrides, last, workdir = entry
         assert (python, program, flag, last) == ("python", "train.py", "--config", "--workdir")
         assert workdir.startswith("/runs/") and workdir.endswith(f"/{arm}")
-        assert cli.load_config(config, overrides, cli.Parser()) == planned.config(arm)
+        assert cli.load_config(config, overrides, cli.Parser()) == planned.placed(arm, Path(workdir).parent)
 
 
 def pod_of(manifest: dict[str, Any]) -> dict[str, Any]:

@@ -118,6 +118,46 @@ def test_a_failed_arm_is_recorded_and_stops_nothing(tmp_path: Path) -> None:
     assert any("b: failed" in line and "out of luck" in line for line in lines)
 
 
+def branching(workdir: Path, *arms: str, **sources: str) -> tuple[int, list[str]]:
+    """A run in two slots, of which some arms start when another one has finished."""
+    lines: list[str] = []
+    runner = Runner(
+        workdir,
+        dict.fromkeys(arms, STEPS),
+        [Slot()] * 2,
+        sources={arm: (source, STEPS) for arm, source in sources.items()},
+        command=command,
+        say=lines.append,
+    )
+    return runner.run(), lines
+
+
+def test_a_branch_starts_when_its_trunk_has_finished(tmp_path: Path) -> None:
+    """Whatever the order in which they are listed; a free slot takes what does not wait."""
+    code, lines = branching(tmp_path, "c", "b", "a", "d", b="a", c="b")
+    assert code == 0
+    order = names(tmp_path)
+    assert sorted(order) == ["a", "b", "c", "d"]
+    assert order.index("a") < order.index("b") < order.index("c") and set(order[:2]) == {"a", "d"}
+    told = [line.partition(" ")[0].strip(":") + line.partition(":")[2][:6] for line in lines]
+    for trunk, branch in (("a", "b"), ("b", "c")):
+        assert told.index(f"{trunk} finis") < told.index(f"{branch} start")
+    assert branching(tmp_path, "c", "b", "a", "d", b="a", c="b") == (0, [])
+
+
+def test_branches_of_a_trunk_that_failed_are_left_and_told(tmp_path: Path) -> None:
+    behave(tmp_path, a="fail")
+    code, lines = branching(tmp_path, "a", "b", "c", "d", b="a", c="b")
+    assert code == 1 and sorted(names(tmp_path)) == ["a", "d"]
+    assert states(tmp_path, "b", "c") == ["pending", "pending"]
+    assert "b: not started: it branches from a, which is failed" in lines
+    assert "c: not started: it branches from b, which is pending" in lines
+    behave(tmp_path)
+    run(tmp_path, "a", retry=("a",))
+    assert branching(tmp_path, "a", "b", "c", "d", b="a", c="b")[0] == 0
+    assert names(tmp_path)[2:] == ["a", "b", "c"]
+
+
 def test_what_failed_runs_again_only_when_asked(tmp_path: Path) -> None:
     behave(tmp_path, b="fail", c="halt")
     run(tmp_path, "a", "b", "c")

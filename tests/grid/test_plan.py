@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from mhc import cli
+from mhc.config import to_json
 from mhc.errors import UserError
 from mhc.grid import plan
 from mhc.grid.__main__ import main
@@ -192,3 +193,72 @@ def test_a_folder_of_something_else_is_refused(write: Write, tmp_path: Path) -> 
         plan.store(load(write(KINDS, name="other")), workdir)
     with pytest.raises(UserError, match="it holds a run, not a grid"):
         plan.store(load(write(KINDS)), workdir / "hc,seed=0")
+
+
+# Branches -------------------------------------------------------------------------------------------------------------
+
+DECAYS = "arm({'schedule.kind': 'wsd', 'schedule.wsd_steps': 2, 'train.steps': 2})"
+BRANCHED = "(lambda trunks: chain(trunks, branches(trunks, {step}, {decays})))(axis('residual.kind', 'plain', 'hc'))"
+
+
+def branched(step: int = 4) -> str:
+    return BRANCHED.format(step=step, decays=DECAYS)
+
+
+KEPT = ("--config.checkpoint.every=2", "--config.checkpoint.keep_every=4")
+
+
+def test_a_branch_starts_from_its_trunk_in_the_grid_s_folder(write: Write, tmp_path: Path) -> None:
+    planned = load(write(branched()), *KEPT)
+    assert list(planned.arms) == ["plain", "hc", "plain,from=4,decay=2", "hc,from=4,decay=2"]
+    arm = "hc,from=4,decay=2"
+    assert (planned.source(arm), planned.source("hc")) == (("hc", 4), None)
+    stored = plan.store(planned, tmp_path / "w")
+    config = stored.placed(arm, tmp_path / "w")
+    assert config.train.init_from == f"{tmp_path}/w/hc@4"
+    assert (config.train.steps, config.schedule.kind, config.decay_steps) == (2, "wsd", 6)
+    assert stored.placed("hc", tmp_path / "w") == stored.config("hc")
+    # One that has begun keeps its path when the folder moves: another would be another config.
+    (tmp_path / "w" / arm).mkdir()
+    (tmp_path / "w" / arm / "config.json").write_text(to_json(config))
+    (tmp_path / "w").rename(tmp_path / "moved")
+    assert plan.read(tmp_path / "moved").placed(arm, tmp_path / "moved") == config
+
+
+@pytest.mark.parametrize(
+    ("step", "overrides", "said"),
+    [
+        (3, KEPT, "plain has no checkpoint of step 3 with train.steps=10, checkpoint.every=2"),
+        (12, KEPT, "plain has no checkpoint of step 12"),
+        (6, KEPT, "plain does not keep its checkpoint of step 6 with .*checkpoint.keep=2, checkpoint.keep_every=4"),
+        (8, ("--config.checkpoint.every=4", "--config.checkpoint.keep=1"), "plain does not keep .* of step 8"),
+    ],
+)
+def test_a_checkpoint_that_a_trunk_will_not_have_is_refused(
+    write: Write, step: int, overrides: tuple[str, ...], said: str
+) -> None:
+    with pytest.raises(UserError, match=said):
+        load(write(branched(step)), *overrides)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        KEPT,
+        ("--config.checkpoint.every=4", "--config.checkpoint.keep=3"),
+        ("--config.checkpoint.every=2", "--config.checkpoint.keep=4"),
+    ],
+)
+def test_a_checkpoint_that_a_trunk_keeps_is_taken(write: Write, overrides: tuple[str, ...]) -> None:
+    assert len(load(write(branched(4)), *overrides).arms) == 4
+
+
+def test_a_trunk_that_the_grid_lacks_is_told_with_the_nearest(write: Write) -> None:
+    arms = (
+        "chain(axis('residual.kind', 'plain'), branches(axis('residual.kind', 'plian'), 10, arm({'train.steps': 2})))"
+    )
+    with pytest.raises(UserError, match=r"no arm plian in this grid \(did you mean plain\?\)|residual\.kind"):
+        load(write(arms))
+    other = "chain(arm({'residual.kind': 'plain'}), arm({'train.init_from': 'arm:plane@10', 'train.steps': 2}))"
+    with pytest.raises(UserError, match=r"train\.init_from: no arm plane in this grid \(did you mean plain\?\)"):
+        load(write(other))

@@ -12,6 +12,7 @@ from mhc import cli, kinds
 from mhc.errors import UserError
 from mhc.grid import plan
 from mhc.grid.plan import Plan
+from mhc.train.optimizer import learning_rate
 
 FOLDER = Path(__file__).parents[2] / "configs" / "grids"
 GRIDS = sorted(file.stem for file in FOLDER.glob("*.py") if file.stem not in ("__init__", "base"))
@@ -30,7 +31,7 @@ def values(planned: Plan, field: str) -> set[object]:
 
 
 def test_all_are_here() -> None:
-    assert set(GRIDS) == {"topologies", "lr", "init", "streams", "iterations", "depth", "controls"}
+    assert set(GRIDS) == {"topologies", "lr", "init", "streams", "iterations", "depth", "controls", "wsd"}
 
 
 @pytest.mark.parametrize("grid", GRIDS)
@@ -42,7 +43,11 @@ def test_arms_are_paired_by_seed_and_have_their_plain(grid: str, size: str) -> N
     for arm, fields in planned.arms.items():
         config = planned.config(arm)
         assert config.seed.init == config.seed.data
-        rest = {field: value for field, value in fields.items() if not field.startswith("seed.")}
+        # What a branch starts from has its seed.
+        rest = {field: value for field, value in fields.items() if not field.startswith(("seed.", "train.init_from"))}
+        trunk, step = planned.source(arm) or (arm, 0)
+        rest["from"] = step
+        assert planned.config(trunk).seed == config.seed
         by_seed[config.seed.init].add(tuple(sorted(rest.items())))
     assert len({frozenset(arms) for arms in by_seed.values()}) == 1
     assert "plain" in values(planned, "residual.kind")
@@ -73,6 +78,25 @@ def test_each_varies_what_it_is_there_for(size: str) -> None:
     controls = load("controls", size)
     assert {0.0, 1.0} < values(controls, "residual.scale")
     assert values(controls, "init.scale_residual") == {True, False}
+
+
+@pytest.mark.parametrize("size", ["laptop", "cluster"])
+def test_decays_start_from_one_stable_run_and_end_at_zero(size: str) -> None:
+    """A fifth of the steps up to the end of each decays."""
+    planned = load("wsd", size)
+    for arm in planned.arms:
+        config = planned.config(arm)
+        if (source := planned.source(arm)) is None:
+            assert config.schedule.kind == "constant" and config.schedule.warmup_steps > 0
+            continue
+        trunk, step = source
+        assert planned.config(trunk).residual == config.residual and planned.config(trunk).data == config.data
+        assert config.train.init_optimizer and config.train.init_data
+        assert config.decay_steps == step + config.train.steps and config.train.steps * 5 == config.decay_steps
+        assert (config.schedule.kind, config.schedule.final_ratio) == ("wsd", 0.0)
+        rates = [float(learning_rate(config, done)) for done in (step - 1, step, config.decay_steps - 1)]
+        assert rates[0] == pytest.approx(config.optimizer.lr) and rates[0] > rates[1] > rates[2] == 0.0
+    assert len(values(planned, "train.steps")) == (3 if size == "laptop" else 4)
 
 
 def test_an_unknown_size_is_told_with_the_nearest() -> None:

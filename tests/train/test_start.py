@@ -326,7 +326,7 @@ def test_a_branch_that_is_stopped_goes_on_and_needs_its_source_no_more(
     shutil.copytree(stable, source)
 
     def run(name: str, steps: int) -> None:
-        fields = {**STABLE, "validation": {"every": 2}, "train": {**BRANCH, "steps": steps}}
+        fields: dict[str, Any] = {**STABLE, "validation": {"every": 2}, "train": {**BRANCH, "steps": steps}}
         assert small_runs.run(with_source(config(corpus, "plain", **fields), source), tmp_path / name) == 0
 
     run("whole", 4)
