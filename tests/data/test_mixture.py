@@ -43,9 +43,9 @@ def mixed(tmp_path_factory: pytest.TempPathFactory) -> str:
     )
 
 
-def made_of(source: str, **data: Any) -> Config:
+def made_of(source: str, kind: str = "mhc", **data: Any) -> Config:
     folder = shares(source)[0].source.removeprefix("text:").split("*")[0]
-    return config(source, data={"cache_dir": str(Path(folder).parent / "cache"), **data})
+    return config(source, kind, data={"cache_dir": str(Path(folder).parent / "cache"), **data})
 
 
 # The share of each source ---------------------------------------------------------------------------------------------
@@ -126,7 +126,7 @@ def test_another_mixture_does_not_go_on(mixed):
 
 
 def test_a_run_writes_of_each_source_and_each_set(mixed, tmp_path):
-    made = made_of(mixed)
+    made = made_of(mixed, kind="plain")
     assert run(made, tmp_path / "whole") == 0
     lines = read_jsonl(tmp_path / "whole" / "metrics.jsonl")
     for before, line in zip([None, *lines], lines, strict=False):
@@ -141,17 +141,21 @@ def test_a_run_writes_of_each_source_and_each_set(mixed, tmp_path):
     summary = json.loads((tmp_path / "whole" / "summary.json").read_text())
     assert [summary[f"val_loss/{name}"] for name in LETTERS] == losses
 
-    # Killed before its last checkpoint was committed and resumed: bit for bit.
-    shutil.copytree(tmp_path / "whole", tmp_path / "parts")
-    shutil.rmtree(tmp_path / "parts" / "checkpoints" / "12")
-    assert run(made, tmp_path / "parts") == 0
-    assert_equal_runs(tmp_path / "whole", tmp_path / "parts")
-
     # Perplexity reads the same rows of each set.
     checkpoint = checkpoints.load(str(tmp_path / "whole"), devices=jax.devices()[:1])
     corpus = perplexity.packed(checkpoint.config, "validation", rows=16, batch_size=8)
     sums = perplexity.score(checkpoint, corpus).sums
     assert sums.nll.sum() / sums.tokens.sum() == pytest.approx(last["val_loss"], rel=1e-6)
+
+
+@pytest.mark.slow
+def test_a_killed_run_goes_on_bit_for_bit(mixed, tmp_path):
+    made = made_of(mixed)
+    assert run(made, tmp_path / "whole") == 0
+    shutil.copytree(tmp_path / "whole", tmp_path / "parts")
+    shutil.rmtree(tmp_path / "parts" / "checkpoints" / "12")  # it was not committed
+    assert run(made, tmp_path / "parts") == 0
+    assert_equal_runs(tmp_path / "whole", tmp_path / "parts")
 
 
 def test_named_sets(mixed, tmp_path):

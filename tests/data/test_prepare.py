@@ -219,6 +219,7 @@ def test_a_run_from_prepared_data_is_the_run_from_the_text(tmp_path: Path) -> No
 # --- how it is made
 
 
+@pytest.mark.slow
 def test_killed_three_times_it_ends_with_the_same_bytes_whatever_the_workers(tmp_path: Path, bpe: str) -> None:
     for number in range(3):
         write_lines(tmp_path / "corpus" / f"{number}.jsonl", 80, number)

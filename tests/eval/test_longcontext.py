@@ -327,6 +327,7 @@ def test_scalings_are_those_of_the_config(checkpoint):
     assert list(reach.scalings(alibi, 64)) == ["alibi (as trained)"]
 
 
+@pytest.mark.slow
 def test_each_scaling_changes_what_is_beyond_the_trained_length(checkpoint):
     length = 4 * checkpoint.config.data.sequence_length
     ids = rows_of(np.random.default_rng(0), 6, length).reshape(3, 2, length + 1)

@@ -180,7 +180,12 @@ FAST = pairwise(
 )
 
 
-@pytest.mark.parametrize("case", FAST, ids=ident)
+# Every second one is enough for each day.
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, marks=pytest.mark.slow if number % 2 else ()) for number, case in enumerate(FAST)],
+    ids=map(ident, FAST),
+)
 def test_pairwise(case: dict[str, str]) -> None:
     check(config_of(case), case["calls"])
 
@@ -244,7 +249,11 @@ SCALINGS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize(
-    "zoo", [pytest.param(name, marks=pytest.mark.slow) if name == "relative bias, experts" else name for name in ZOO]
+    "zoo",
+    [
+        pytest.param(name, marks=pytest.mark.slow) if name in ("relative bias, experts", "latent experts") else name
+        for name in ZOO
+    ],
 )
 def test_every_part_of_a_decoder(zoo: str) -> None:
     """Experts behind a dense block, biases, norms of heads and of latents, tied heads: with chunks and with steps."""

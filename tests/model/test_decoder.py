@@ -258,7 +258,8 @@ def test_recomputation_changes_no_gradient(remat, reference_gradient):
     assert distance(again, grads) <= 1e-6
 
 
-@pytest.mark.parametrize("kind", ["plain", pytest.param("mhc", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["plain", "mhc"])
 def test_recomputing_the_connections_changes_no_gradient(kind):
     """Five blocks in groups of two, the last alone; windows differ within groups and between them."""
     attention = {"window": 3, "global_every": 3}

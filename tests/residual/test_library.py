@@ -67,6 +67,7 @@ losses = [(loss, optimizer.update(model, grads))[0] for _ in range(20) for loss,
     assert names["losses"][-1] < 0.7 * names["losses"][0]
 
 
+@pytest.mark.slow
 def test_the_page_on_adding_a_topology_is_true(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, forgetful: None
 ) -> None:

@@ -288,6 +288,7 @@ def test_a_finished_run_is_left_alone(steps, corpus, finished, capsys):
     assert "finished already" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_more_steps_go_on_from_the_end(corpus, reference, tmp_path):
     """At a constant rate a run of 8 steps, lengthened to 12, ends where a run of 12 does."""
     folder = tmp_path / "run"
