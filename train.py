@@ -32,6 +32,9 @@ def main(arguments: Sequence[str]) -> int:
         "--dry_run", action="store_true", help="print parameters, FLOPs and mesh as JSON; train nothing"
     )
     parser.add_argument(
+        "--print_shardings", action="store_true", help="with --dry_run: also how each array lies on the devices"
+    )
+    parser.add_argument(
         "--deterministic",
         action="store_true",
         help="have XLA make programs for GPUs that give the same bits each time, at some cost in speed",
@@ -44,6 +47,8 @@ def main(arguments: Sequence[str]) -> int:
         config = cli.change(origin.config, overrides, parser)
     if options.workdir is None and not options.dry_run:
         raise UserError("--workdir is required: the folder of the run, e.g. --workdir runs/a")
+    if options.print_shardings and not options.dry_run:
+        raise UserError("--print_shardings: allowed: only with --dry_run")
     if options.workdir is not None:
         cli.check_workdir(options.workdir)
 
@@ -55,7 +60,7 @@ def main(arguments: Sequence[str]) -> int:
     from mhc.train import run
 
     if options.dry_run:
-        print(json.dumps(run.dry_run(config), indent=2))
+        print(json.dumps(run.dry_run(config, shardings=options.print_shardings), indent=2))
         return 0
     distributed.initialize(config.distributed)
     return run.run(config, options.workdir, origin)

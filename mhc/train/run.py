@@ -28,7 +28,7 @@ from mhc.model.flops import count_parameters, flops_per_token, leaf_sizes
 from mhc.monitor import probes, train_log
 from mhc.monitor.phases import STALLED, Phases, Stall, Watchdog, device_memory, dump_stacks
 from mhc.monitor.writers import Progress, WandbWriter, append_jsonl, duration, read_json, write_json
-from mhc.sharding import check_batch, local_rows, make_mesh, put_batch, threads_of_one_cpu
+from mhc.sharding import check_batch, local_rows, make_mesh, path_of, put_batch, threads_of_one_cpu
 from mhc.train import start
 from mhc.train.checkpoint import Checkpoints, committed_steps
 from mhc.train.optimizer import GROUPS, group_of
@@ -50,8 +50,11 @@ PEAK_FLOPS = {
 }
 
 
-def dry_run(config: Config) -> dict[str, Any]:
+def dry_run(config: Config, *, shardings: bool = False) -> dict[str, Any]:
     """What a run would be, with nothing allocated: params, flops_per_token, tokens_per_step, residual, mesh.
+
+    ``shardings``: also how each leaf of the train state lies on the mesh, by path: its shape, over which of the mesh's
+    axes each of its axes is split (null: whole), and the bytes that a device holds of it.
 
     Raises:
       UserError: the mesh does not fit the devices, the batch not the mesh, or the tokeniser cannot be read.
@@ -69,7 +72,20 @@ def dry_run(config: Config) -> dict[str, Any]:
         "tokens_per_step": config.train.batch_size * config.data.sequence_length,
         "residual": configs.to_dict(config)["residual"],
         "mesh": dict(mesh.shape),
+        **({"shardings": _shardings(config, mesh)} if shardings else {}),
     }
+
+
+def _shardings(config: Config, mesh: Mesh) -> dict[str, dict[str, Any]]:
+    trainer = Trainer(config, mesh)
+    layout = {path_of(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(trainer.layout)}
+    found = {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(trainer.abstract):
+        one = layout[path_of(path)]
+        held = math.prod(one.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+        split = [*one.spec, *[None] * (leaf.ndim - len(one.spec))]
+        found[path_of(path)] = {"shape": list(leaf.shape), "split": split, "bytes_per_device": held}
+    return found
 
 
 def run(config: Config, workdir: str | Path, origin: provenance.Origin | None = None) -> int:

@@ -1,0 +1,75 @@
+"""Train a byte-level BPE tokeniser on text: ``python -m mhc.data.train_tokenizer --source 'text:corpus/*.jsonl' …``.
+
+Bytes are its alphabet, so that any text can be spelt; ``<s>`` and ``</s>`` open and close a document, and are its only
+special tokens.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from mhc import cli
+from mhc.config import DataConfig, shares
+from mhc.data.sources import documents
+from mhc.errors import UserError
+
+BOS, EOS = "<s>", "</s>"
+LEAST = 256 + 2  # the bytes and the two special tokens
+
+
+def train(data: DataConfig, vocab_size: int, out: str | os.PathLike[str], *, show_progress: bool = False) -> int:
+    """Train on every document that ``data`` reads for training, and write a tokenizer.json.
+
+    Args:
+        vocab_size: at most so many ids, the special ones included; fewer where the text has no more pairs.
+    Returns:
+        The number of ids.
+    Raises:
+        UserError: the source is not text or cannot be read, or the vocabulary is smaller than the alphabet.
+    """
+    for one in shares(data.source):
+        if one.source.startswith(("tokens:", "prepared:")):
+            raise UserError(f"--source: given {one.source!r}, allowed: text, not ids: text:<glob>, stdlib, tfds:<name>")
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    if vocab_size < LEAST:
+        raise UserError(f"--vocab_size: given {vocab_size}, allowed: at least {LEAST}, the bytes and {BOS}, {EOS}")
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[BOS, EOS],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=show_progress,
+    )
+    texts = (document.decode() for document in documents(data, "train"))
+    tokenizer.train_from_iterator(texts, trainer=trainer)
+    file = Path(out)
+    part = file.with_name(f".{file.name}.part")
+    part.write_text(tokenizer.to_str(), encoding="utf-8")
+    part.replace(file)
+    return int(tokenizer.get_vocab_size())
+
+
+def main(arguments: Sequence[str]) -> int:
+    """The program: 0 when the file is written. Raises UserError for a user's mistake."""
+    parser = cli.Parser(prog="python -m mhc.data.train_tokenizer", description="Train a byte-level BPE tokeniser.")
+    parser.add_argument("--source", required=True, help="as data.source: text:<glob>, stdlib, tfds:<name>")
+    parser.add_argument("--vocab_size", required=True, type=int, metavar="N", help="ids, the special ones included")
+    parser.add_argument("--out", required=True, metavar="FILE", help="the tokenizer.json to write; its folder exists")
+    parser.add_argument("--field", default=DataConfig().field, help="as data.field (default: %(default)s)")
+    parser.add_argument("--cache_dir", default=None, help="as data.cache_dir")
+    options = parser.parse_args(arguments)
+    cli.check_file(options.out, "--out")
+    data = DataConfig(source=options.source, field=options.field, cache_dir=options.cache_dir)
+    size = train(data, options.vocab_size, options.out, show_progress=sys.stderr.isatty())
+    print(f"{options.out}: {size} ids")
+    return 0
+
+
+if __name__ == "__main__":
+    cli.run_main(main)
