@@ -18,6 +18,7 @@ from mhc.data import tokenizers
 from mhc.errors import UserError
 from mhc.model.decoder import DecoderDefinition
 from mhc.sharding import batch_sharding, check_batch, check_rules, logical_axes, make_mesh, partition_spec, path_of
+from mhc.train.run import dry_run
 from mhc.train.step import Trainer
 from tests import partition_specs
 from tests.small import ZOO, packed, small
@@ -272,3 +273,18 @@ def test_a_batch_is_split_by_rows_and_whole_along_tokens(mesh):
     shards = {shard.index[0].indices(8)[:2] for shard in placed["tokens"].addressable_shards}
     assert shards == {(0, 2), (2, 4), (4, 6), (6, 8)}
     assert all(shard.data.shape == (2, 16) for shard in placed["tokens"].addressable_shards)
+
+
+def test_a_dry_run_says_how_every_array_lies() -> None:
+    """Shapes, axes and bytes of the whole train state; the bytes are those of the shards."""
+    sizes = {"data": 2, "fsdp": 2, "tensor": 2}
+    config = small("plain", model={"vocab_size": 258}, mesh=sizes, monitor={"probe_every": 0})
+    said = dry_run(config, shardings=True)["shardings"]
+    state = Trainer(config, make_mesh(config.mesh)).init(0)
+    leaves = {path_of(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(state)}
+    assert said.keys() == leaves.keys()
+    for path, leaf in leaves.items():
+        assert said[path]["shape"] == list(leaf.shape) and len(said[path]["split"]) == leaf.ndim
+        assert said[path]["bytes_per_device"] == leaf.addressable_shards[0].data.nbytes
+    assert any(one["bytes_per_device"] * 4 == leaves[path].nbytes for path, one in said.items())
+    assert "shardings" not in dry_run(config)

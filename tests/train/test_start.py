@@ -188,8 +188,8 @@ def test_the_optimiser_alone_is_no_source() -> None:
 LONGER = [
     ({"scaling": "yarn", "factor": 4.0, "original_length": 16}, False),
     ({"scaling": "ntk", "factor": 4.0}, True),
-    ({"scaling": "linear", "factor": 4.0}, False),
-    ({"scaling": "none", "theta": 160_000.0}, True),
+    pytest.param({"scaling": "linear", "factor": 4.0}, False, marks=pytest.mark.slow),
+    pytest.param({"scaling": "none", "theta": 160_000.0}, True, marks=pytest.mark.slow),
 ]
 
 

@@ -1,0 +1,55 @@
+"""A tokeniser trained on text: it spells everything, and what it cannot be trained on is one line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from mhc.data import tokenizers
+from mhc.data.train_tokenizer import main
+from mhc.errors import UserError
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> str:
+    for number in range(8):
+        (tmp_path / f"{number}.txt").write_text(f"the stream {number} and the norm of the stream\n" * 20)
+    return f"text:{tmp_path}/*.txt"
+
+
+def trained(corpus: str, file: Path, size: int) -> tokenizers.Tokenizer:
+    assert main(["--source", corpus, "--vocab_size", str(size), "--out", str(file)]) == 0
+    return tokenizers.load(str(file))
+
+
+def test_any_text_is_spelt_exactly_and_its_own_text_in_few_ids(corpus: str, tmp_path: Path) -> None:
+    tokenizer = trained(corpus, tmp_path / "t.json", 300)
+    assert tokenizer.vocab_size <= 300 and tokenizer.bos_id != tokenizer.eos_id
+    for text in ("the stream", "Ωμέγα — 漢字 \t\n\x00", " <s> is text </s>", ""):
+        ids, lengths = tokenizer.encode_with_bytes(text)
+        assert tokenizer.decode(ids) == text and lengths.sum() == len(text.encode())
+        assert not {tokenizer.bos_id, tokenizer.eos_id} & set(ids.tolist())
+    assert len(tokenizer.encode("the stream and the norm")) < 10
+    assert (tmp_path / "t.json").read_bytes() == _again(corpus, tmp_path, 300)
+
+
+def _again(corpus: str, folder: Path, size: int) -> bytes:
+    trained(corpus, folder / "again.json", size)
+    return (folder / "again.json").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--vocab_size", "100"], "--vocab_size: given 100, allowed: at least 258"),
+        (["--source", "tokens:*.bin"], "--source: given 'tokens:.*', allowed: text, not ids"),
+        (["--source", "no/*.txt"], "data.source: given 'no/"),
+        (["--out", "no/such/folder/t.json"], "--out: cannot write no/such/folder/t.json"),
+    ],
+)
+def test_a_mistake_is_one_line(arguments: list[str], said: str, corpus: str, tmp_path: Path) -> None:
+    usual = ["--source", corpus, "--vocab_size", "300", "--out", str(tmp_path / "t.json")]
+    with pytest.raises(UserError, match=said) as raised:
+        main([*usual, *arguments])
+    assert "\n" not in str(raised.value) and not (tmp_path / "t.json").exists()
