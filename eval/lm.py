@@ -284,7 +284,9 @@ def generation(arguments: Mapping[str, Any], limit: int | None) -> Generation:
                 f"{did_you_mean(name, _KNOWN)}"
             )
     until = arguments.get("until") or ()
-    stop = (until,) if isinstance(until, str) else tuple(until)
+    stop = (until,) if isinstance(until, str) else tuple(until) if isinstance(until, (list, tuple)) else (until,)
+    if not all(isinstance(one, str) for one in stop):
+        raise UserError(f"generation_kwargs: given until={until!r}, allowed: a string or a list of strings")
     temperature = float(arguments.get("temperature") or 0.0)
     # As lm-eval's own models do: a temperature alone asks for sampling, do_sample=False is greedy in any case.
     samples = bool(arguments.get("do_sample", temperature > 0))
@@ -298,5 +300,7 @@ def generation(arguments: Mapping[str, Any], limit: int | None) -> Generation:
         sampling = Sampling(**fields)
     except ValueError as error:
         raise UserError(f"generation_kwargs: {error}") from None
-    wanted = next((int(arguments[name]) for name in _LENGTHS if arguments.get(name)), MAX_NEW_TOKENS)
+    wanted = next((int(arguments[name]) for name in _LENGTHS if arguments.get(name) is not None), MAX_NEW_TOKENS)
+    if wanted < 1:
+        raise UserError(f"generation_kwargs: given {wanted} new tokens, allowed: 1 or more")
     return Generation(sampling, tuple(one for one in stop if one), min(wanted, limit or wanted))

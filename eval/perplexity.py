@@ -370,6 +370,10 @@ def main(arguments: Sequence[str]) -> int:
     if options.json:
         cli.check_file(options.json, "--json")
 
+    from mhc.train.checkpoint import find_checkpoint
+
+    for name in options.checkpoint:  # none is scored before all are there
+        find_checkpoint(*checkpoints.locate(name, options.step))
     found: list[Found] = []
     for name in options.checkpoint:
         checkpoint = checkpoints.load(name, options.step, average=options.average, changes=changes)

@@ -91,7 +91,8 @@ class Checkpoints:
     def host(self, step: int) -> dict[str, Any]:
         """The host's side of a step alone: data position and cumulative counts."""
         args = ocp.args.Composite(host=ocp.args.JsonRestore())
-        return dict(self._manager.restore(step, args=args)["host"])
+        with _reading(self._workdir, step):
+            return dict(self._manager.restore(step, args=args)["host"])
 
     def wait(self) -> None:
         """Until every save begun is committed."""
@@ -151,21 +152,53 @@ def _reading(run: Folder, step: int) -> Iterator[None]:
     """Turns the errors of a damaged checkpoint into a line that names the others. Raises UserError."""
     try:
         yield
-    except (ValueError, OSError, RuntimeError) as error:
+    except UserError:
+        raise
+    except Exception as error:  # of orbax, tensorstore, json: each has its own, orbax also bare ones
         _drop_late_reads()
         text = str(error)
-        if isinstance(error, UserError) or not any(sign in text for sign in _DAMAGE):
+        signs = any(sign in text for sign in _DAMAGE)
+        if not (signs or type(error) is Exception or isinstance(error, (KeyError, FileNotFoundError, ValueError))):
             raise
-        first = next((line.strip() for line in text.splitlines() if any(sign in line for sign in _DAMAGE)), text)
-        others = ", ".join(str(other) for other in committed_steps(run) if other != step) or "none"
-        raise UserError(f"{run}: checkpoint {step} is damaged: {first[:160]}…; other steps: {others}") from None
+        lines = [line.strip() for line in text.splitlines() if line.strip()] or [type(error).__name__]
+        first = next((line for line in lines if any(sign in line for sign in _DAMAGE)), lines[0])
+        raise _damaged(run, step, first if len(first) <= 160 else f"{first[:160]} …") from None
+
+
+def _damaged(run: Folder, step: int, why: str) -> UserError:
+    others = ", ".join(str(other) for other in committed_steps(run) if other != step) or "none"
+    return UserError(f"{run}: checkpoint {step} is damaged: {why}; other steps: {others}")
+
+
+# Groups of the config that say what the weights are, and what they compute.
+_OF_WEIGHTS = ("model", "attention", "positions", "norm", "mlp", "moe", "head", "residual")
+
+
+def _check_step(run: Folder, step: int, config: Config) -> None:
+    """That the checkpoint is whole at first sight, and of this config: it holds its own. Raises UserError."""
+    folder = run / FOLDER / str(step)
+    stored = remote.read(folder / "config" / "metadata")
+    if stored is None or not (folder / "state").is_dir():
+        missing = "config" if stored is None else "state"
+        raise _damaged(run, step, f"{folder / missing} is missing")
+    try:
+        own = configs.from_json(stored.decode())
+    except (UserError, UnicodeDecodeError) as error:
+        raise _damaged(run, step, f"{folder / 'config'}: {error}") from None
+    for name, (there, here) in configs.diff(own, config).items():
+        if name.partition(".")[0] in _OF_WEIGHTS:
+            raise UserError(
+                f"{run / 'config.json'}: it is not of the checkpoint of step {step}, which was written with "
+                f"{name}={there!r}, not {here!r}"
+            )
 
 
 def find_checkpoint(run: str | os.PathLike[str], step: int | None = None) -> tuple[Config, int]:
     """(resolved config, step) of a run's checkpoint: of ``step``, or the last committed one.
 
     Raises:
-      UserError: no such run, no checkpoint, or not this step; the message lists the steps there are.
+      UserError: no such run, no checkpoint, or not this step (the message lists the steps there are); a checkpoint
+      that lacks a part or was written with another model than config.json describes.
     """
     place = remote.path(run)
     stored = remote.read(place / "config.json")
@@ -173,6 +206,8 @@ def find_checkpoint(run: str | os.PathLike[str], step: int | None = None) -> tup
         raise UserError(f"{run}: not a run folder (it has no config.json)")
     try:
         config = configs.from_json(stored.decode())
+    except UnicodeDecodeError as error:
+        raise UserError(f"{place / 'config.json'}: it is not UTF-8 (byte {error.start})") from None
     except UserError as error:
         raise UserError(f"{place / 'config.json'}: {error}; was it written by another version?") from None
     steps = committed_steps(place)
@@ -182,6 +217,7 @@ def find_checkpoint(run: str | os.PathLike[str], step: int | None = None) -> tup
         step = steps[-1]
     elif step not in steps:
         raise UserError(f"{run}: no checkpoint of step {step}; there are {', '.join(map(str, steps))}")
+    _check_step(place, step, config)
     return config, step
 
 
@@ -210,7 +246,7 @@ def restore_parts(run: Folder, step: int, abstract: dict[str, Any], layout: dict
 
 def host_of(run: Folder, step: int) -> dict[str, Any]:
     """The host's side of a checkpoint: data position (None: weights alone) and cumulative counts."""
-    with ocp.CheckpointManager(_folder(run), item_names=ITEMS) as manager:
+    with ocp.CheckpointManager(_folder(run), item_names=ITEMS) as manager, _reading(run, step):
         return dict(manager.restore(step, args=ocp.args.Composite(host=ocp.args.JsonRestore()))["host"])
 
 

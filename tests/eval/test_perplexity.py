@@ -197,6 +197,56 @@ def test_a_damaged_checkpoint_is_named_with_the_others(trained, tmp_path):
         _resume(run_)
 
 
+BREAKS: dict[str, tuple[Any, str]] = {
+    "another kind": (
+        lambda run_: _edit(run_, lambda stored: stored | {"residual": {"kind": "plain"}}),
+        r"config.json: it is not of the checkpoint of step 12, which was written with residual.kind='mhc', not 'plain'",
+    ),
+    "another theta": (  # the shapes are the same
+        lambda run_: _edit(run_, lambda stored: stored | {"positions": stored["positions"] | {"theta": 5.0}}),
+        r"it is not of the checkpoint of step 12, which was written with positions.theta=",
+    ),
+    "another width": (
+        lambda run_: _edit(run_, lambda stored: stored | {"mlp": stored["mlp"] | {"width": 24}}),
+        r"written with mlp.width=16, not 24",
+    ),
+    "not UTF-8": (
+        lambda run_: (run_ / "config.json").write_bytes(b"\xff\xfe{"),
+        r"config.json: it is not UTF-8 \(byte 0\)",
+    ),
+    "an empty folder": (
+        lambda run_: (run_ / "checkpoints" / "20").mkdir(),
+        r"checkpoint 20 is damaged: .*config is missing; other steps: 8, 12",
+    ),
+    "no state": (
+        lambda run_: shutil.rmtree(run_ / "checkpoints" / "12" / "state"),
+        r"checkpoint 12 is damaged: .*state is missing; other steps: 8",
+    ),
+    "cut metadata": (
+        lambda run_: (run_ / "checkpoints" / "12" / "state" / "_METADATA").write_text("{"),
+        r"checkpoint 12 is damaged: .*; other steps: 8",
+    ),
+    "a data file is gone": (
+        lambda run_: max((run_ / "checkpoints" / "12" / "state").rglob("d/*"), key=lambda f: f.stat().st_size).unlink(),
+        r"checkpoint 12 is damaged: .*; other steps: 8",
+    ),
+}
+
+
+def _edit(run_: Path, change: Any) -> None:
+    file = run_ / "config.json"
+    file.write_text(json.dumps(change(json.loads(file.read_text()))))
+
+
+@pytest.mark.parametrize("name", BREAKS)
+def test_what_does_not_belong_together_or_is_not_whole_is_one_line(trained, tmp_path, name):
+    run_ = Path(shutil.copytree(trained, tmp_path / "broken"))
+    damage, message = BREAKS[name]
+    damage(run_)
+    with pytest.raises(UserError, match=message):
+        checkpoints.load(str(run_), devices=jax.devices()[:1])
+
+
 def _resume(damaged: Path) -> None:
     stored = from_json((damaged / "config.json").read_text())
     run(dataclasses.replace(stored, train=dataclasses.replace(stored.train, steps=13)), damaged)
