@@ -515,6 +515,8 @@ def _check(options: argparse.Namespace) -> None:
     for name, low in least.items():
         if getattr(options, name) < low:
             raise UserError(f"--{name}: given {getattr(options, name)}, allowed: {low} or more")
+    if options.candidates > 1000:  # every one is scored in every cell
+        raise UserError(f"--candidates: given {options.candidates}, allowed: 2 to 1000")
     for option, lengths in (("--lengths", options.lengths or []), ("--at", [] if options.at is None else [options.at])):
         for length in lengths:
             if length < 2:

@@ -265,7 +265,33 @@ def read(file: Path) -> Outputs:
         raise UserError(f"--against {file}: no golden file, or not whole ({said})") from None
     if known != FORMAT:
         raise UserError(f"--against {file}: of format {known}, allowed: {FORMAT}; save it again")
-    return Outputs(about, rows, logits, arrays.get("hidden"))
+    found = Outputs(about, rows, logits, arrays.get("hidden"))
+    if wrong := _inconsistent(found):
+        raise UserError(f"--against {file}: no golden file, or not whole ({wrong})")
+    return found
+
+
+def _inconsistent(found: Outputs) -> str:
+    """What of a golden file does not go with the rest, in words; "" where all does."""
+    rows, logits, vocabulary = found.rows, found.logits, found.about["vocabulary"]
+    if rows.tokens.ndim != 2 or len({part.shape for part in rows}) > 1:
+        return "tokens, segments and positions differ in shape"
+    if rows.tokens.size and not (rows.tokens.min() >= 0 and rows.tokens.max() < vocabulary):
+        return f"a token is not among its {vocabulary}"
+    count = int(rows.valid.sum())
+    lengths = {"values": logits.values, "log_z": logits.log_z, "best": logits.best}
+    if logits.ids is not None:
+        lengths["ids"] = logits.ids
+    for name, array in lengths.items():
+        if array.shape[:1] != (count,):
+            return f"{name} is of another number of tokens than {count}"
+    if logits.ids is None and logits.values.shape[1:] != (vocabulary,):
+        return f"values is of another vocabulary than {vocabulary}"
+    if logits.ids is not None and logits.ids.shape != logits.values.shape:
+        return "values and ids differ in shape"
+    if found.hidden is not None and found.hidden.shape[:2] != (len(found.about["points"]), count):
+        return "hidden is of another number of points or tokens"
+    return ""
 
 
 # The comparison -------------------------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from eval.checkpoints import Checkpoint
 from eval.regression import Logits, Outputs, Rows
 from mhc import cli
 from mhc.config import Config, to_json
+from mhc.errors import UserError
 from mhc.model.decoder import Params
 from mhc.monitor.writers import read_json
 from mhc.sharding import make_mesh, path_of
@@ -372,7 +373,9 @@ def test_a_golden_file_that_does_not_fit(runs, golden, tmp_path, capsys):
     run = runs("plain")
     whole = golden.read_bytes()
     bad = tmp_path / "bad.npz"
-    for content in (b"", b"no zip", whole[: len(whole) // 2], whole[:-30], whole[:5000] + b"x" + whole[5001:]):
+    half = len(whole) // 2  # among the logits, which are most of it
+    flipped = whole[:half] + bytes([whole[half] ^ 1]) + whole[half + 1 :]
+    for content in (b"", b"no zip", whole[:half], whole[:-30], flipped):
         bad.write_bytes(content)
         assert f"--against {bad}: no golden file, or not whole" in refusal(
             ["--checkpoint", run, "--against", bad], capsys
@@ -383,7 +386,10 @@ def test_a_golden_file_that_does_not_fit(runs, golden, tmp_path, capsys):
     made = regression.read(golden)
 
     def refused(**about: Any) -> str:
-        regression.save(bad, made._replace(about=made.about | about))
+        size = about.get("vocabulary", V)
+        rows = made.rows._replace(tokens=made.rows.tokens % size)
+        logits = made.logits._replace(values=made.logits.values[:, :size])
+        regression.save(bad, made._replace(about=made.about | about, rows=rows, logits=logits))
         return refusal(["--checkpoint", run, "--against", bad], capsys)
 
     assert "of format 2, allowed: 1; save it again" in refused(format=2)
@@ -393,6 +399,25 @@ def test_a_golden_file_that_does_not_fit(runs, golden, tmp_path, capsys):
     other = write_run(tmp_path / "learned", learned, random_params(learned))
     line = refusal(["--checkpoint", other, "--against", golden], capsys)
     assert "rows of 16 tokens, --checkpoint has learned positions for 8" in line
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("tokens", lambda a: a[:-1], "tokens, segments and positions differ in shape"),
+        ("tokens", lambda a: a + 10_000, "a token is not among its"),
+        ("values", lambda a: a[:-1], "values is of another number of tokens"),
+        ("values", lambda a: a[:, :-1], "values is of another vocabulary"),
+        ("log_z", lambda a: a[1:], "log_z is of another number of tokens"),
+    ],
+)
+def test_what_was_changed_in_a_golden_file_is_named(golden, tmp_path, name, change, message):
+    with np.load(golden) as opened:
+        arrays = {key: opened[key] for key in opened.files}
+    arrays[name] = change(arrays[name])
+    np.savez(tmp_path / "changed.npz", **arrays)
+    with pytest.raises(UserError, match=rf"--against .*changed.npz: no golden file, or not whole \({message}"):
+        regression.read(tmp_path / "changed.npz")
 
 
 def test_a_file_is_written_whole_or_not_at_all(golden, tmp_path, monkeypatch):
