@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import os
 import sys
 import time
+import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -131,18 +133,25 @@ def _folder(run: Folder) -> Folder:
 _DAMAGE = ("OUT_OF_RANGE", "DATA_LOSS", "NOT_FOUND", "Error opening", "Error reading", "CRC", "checksum", "corrupt")
 
 
-def _drop_late_reads(seconds: float = 0.3) -> None:
-    """Orbax closes its event loop at the first array that fails; the reads of others then end in a closed loop, each
-    with a traceback from a thread of tensorstore. They are waited for here, and said nothing of."""
+def _drop_late_reads(error: BaseException, seconds: float = 0.3) -> None:
+    """Orbax closes its event loop at the first array that fails. The reads of others then end in a closed loop, or when
+    they are collected as garbage, each with a traceback of its own: they are waited for here, and said nothing of."""
     shown = sys.unraisablehook
 
     def hook(unraisable: Any) -> None:
-        if not (isinstance(unraisable.exc_value, RuntimeError) and "loop is closed" in str(unraisable.exc_value)):
+        late = unraisable.exc_value
+        closed = isinstance(late, RuntimeError) and "loop is closed" in str(late)
+        if not (closed or isinstance(late, GeneratorExit) or isinstance(late and late.__cause__, GeneratorExit)):
             shown(unraisable)
 
     sys.unraisablehook = hook
     try:
         time.sleep(seconds)
+        chain: BaseException | None = error
+        while chain is not None:  # its frames hold the reads
+            traceback.clear_frames(chain.__traceback__)
+            chain = chain.__cause__ or chain.__context__
+        gc.collect()
     finally:
         sys.unraisablehook = shown
 
@@ -155,7 +164,7 @@ def _reading(run: Folder, step: int) -> Iterator[None]:
     except UserError:
         raise
     except Exception as error:  # of orbax, tensorstore, json: each has its own, orbax also bare ones
-        _drop_late_reads()
+        _drop_late_reads(error)
         text = str(error)
         signs = any(sign in text for sign in _DAMAGE)
         if not (signs or type(error) is Exception or isinstance(error, (KeyError, FileNotFoundError, ValueError))):

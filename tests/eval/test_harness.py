@@ -141,6 +141,7 @@ def test_a_likelihood_is_that_of_the_request_alone(model):
     assert lengths == {(True, True), (True, False), (False, True), (False, False)}
 
 
+@pytest.mark.slow
 def test_what_greedy_decoding_gives_is_greedy(model):
     for context in (words(3, 0), words(30, 2)):
         (text,) = model.generate_until([request("generate_until", context, {"max_gen_toks": 3, "until": []})])

@@ -79,6 +79,7 @@ def test_products_are_in_the_order_of_depth(trained):
     assert np.abs(one.single[1] @ one.single[2] - one.single[2] @ one.single[1]).max() > 1e-4  # so that order matters
 
 
+@pytest.mark.slow
 def test_means_of_doubly_stochastic_maps_are_doubly_stochastic(trained):
     one = mappings.measure(checkpoints.load(str(trained("mhc")), devices=jax.devices()[:1]))
     probe = read_jsonl(trained("mhc") / "probes.jsonl")[-1]

@@ -127,6 +127,7 @@ def test_another_topology_sees_the_same_batches(rewound: Path) -> None:
     np.testing.assert_array_equal(other.profile["forward_gain"], 1.0)
 
 
+@pytest.mark.slow
 def test_another_rate_goes_on_from_the_checkpoint(rewound: Path) -> None:
     step = max(committed_steps(rewound)[0] + 1, 2)
     logged = {row["step"]: row for row in read_jsonl(rewound / "metrics.jsonl")}[step]

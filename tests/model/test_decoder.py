@@ -249,7 +249,7 @@ def test_scan_is_on():
     assert (loops(True), loops(False)) == (1, 0)
 
 
-@pytest.mark.parametrize("remat", ["full", pytest.param("dots", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("remat", [pytest.param(name, marks=pytest.mark.slow) for name in ("full", "dots")])
 def test_recomputation_changes_no_gradient(remat, reference_gradient):
     params, loss, grads = reference_gradient
     config = small("mhc", model={"remat": remat})

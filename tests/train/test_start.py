@@ -62,7 +62,7 @@ def opened(made: Any, folder: Path) -> runs.Run:
 
 
 UPCYCLED = [
-    ("mhc", {"init": "equivalent", "iters": 1, "n": 2}),
+    pytest.param("mhc", {"init": "equivalent", "iters": 1, "n": 2}, marks=pytest.mark.slow),
     pytest.param("hc", {"collapse": "mean"}, marks=pytest.mark.slow),
     pytest.param("kromhc", {"init": "equivalent"}, marks=pytest.mark.slow),
     pytest.param("mhc_lite", {"init": "equivalent", "n": 2}, marks=pytest.mark.slow),
@@ -186,7 +186,7 @@ def test_the_optimiser_alone_is_no_source() -> None:
 # Longer contexts and branches -----------------------------------------------------------------------------------------
 
 LONGER = [
-    ({"scaling": "yarn", "factor": 4.0, "original_length": 16}, False),
+    pytest.param({"scaling": "yarn", "factor": 4.0, "original_length": 16}, False, marks=pytest.mark.slow),
     ({"scaling": "ntk", "factor": 4.0}, True),
     pytest.param({"scaling": "linear", "factor": 4.0}, False, marks=pytest.mark.slow),
     pytest.param({"scaling": "none", "theta": 160_000.0}, True, marks=pytest.mark.slow),
