@@ -133,10 +133,14 @@ def _folder(run: Folder) -> Folder:
 _DAMAGE = ("OUT_OF_RANGE", "DATA_LOSS", "NOT_FOUND", "Error opening", "Error reading", "CRC", "checksum", "corrupt")
 
 
-def _drop_late_reads(error: BaseException, seconds: float = 0.3) -> None:
-    """Orbax closes its event loop at the first array that fails. The reads of others then end in a closed loop, or when
-    they are collected as garbage, each with a traceback of its own: they are waited for here, and said nothing of."""
-    shown = sys.unraisablehook
+@contextlib.contextmanager
+def _without_late_reads() -> Iterator[None]:
+    """Says nothing of reads that orbax leaves behind.
+
+    It closes its event loop at the first array that fails. The reads of others then end in a closed loop, or when they
+    are collected as garbage, each with a traceback of its own, at once or later: they are waited for.
+    """
+    shown, said = sys.unraisablehook, logging.getLogger("asyncio")
 
     def hook(unraisable: Any) -> None:
         late = unraisable.exc_value
@@ -144,27 +148,35 @@ def _drop_late_reads(error: BaseException, seconds: float = 0.3) -> None:
         if not (closed or isinstance(late, GeneratorExit) or isinstance(late and late.__cause__, GeneratorExit)):
             shown(unraisable)
 
+    def unheard(record: logging.LogRecord) -> bool:
+        return "never retrieved" not in record.getMessage() and "was destroyed" not in record.getMessage()
+
     sys.unraisablehook = hook
+    said.addFilter(unheard)
     try:
-        time.sleep(seconds)
+        yield
+    except Exception as error:
+        time.sleep(0.3)
         chain: BaseException | None = error
         while chain is not None:  # its frames hold the reads
             traceback.clear_frames(chain.__traceback__)
             chain = chain.__cause__ or chain.__context__
         gc.collect()
+        raise
     finally:
         sys.unraisablehook = shown
+        said.removeFilter(unheard)
 
 
 @contextlib.contextmanager
 def _reading(run: Folder, step: int) -> Iterator[None]:
     """Turns the errors of a damaged checkpoint into a line that names the others. Raises UserError."""
     try:
-        yield
+        with _without_late_reads():
+            yield
     except UserError:
         raise
     except Exception as error:  # of orbax, tensorstore, json: each has its own, orbax also bare ones
-        _drop_late_reads(error)
         text = str(error)
         signs = any(sign in text for sign in _DAMAGE)
         if not (signs or type(error) is Exception or isinstance(error, (KeyError, FileNotFoundError, ValueError))):
