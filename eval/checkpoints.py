@@ -94,7 +94,7 @@ def load(
     laid = {name.removeprefix("mesh."): value for name, value in given.items() if name.startswith("mesh.")}
     config = changed(
         dataclasses.replace(stored, mesh=MeshConfig()),
-        {name: value for name, value in given.items() if not name.startswith("mesh.")},
+        of_config(given),
     )
     if average < 1:
         raise UserError(f"--average: given {average}, allowed: 1 or more")
@@ -154,6 +154,11 @@ def parse_changes(arguments: Sequence[str], parser: cli.Parser, fields: Sequence
             allowed = ", ".join([groups, *(f"--config.{field}" for field in fields)])
             raise UserError(f"--config.{name}: the weights fix it; allowed: {allowed}")
     return found
+
+
+def of_config(changes: dict[str, Any]) -> dict[str, Any]:
+    """The changes but those of the mesh, which says how a model is computed and not what."""
+    return {name: value for name, value in changes.items() if not name.startswith("mesh.")}
 
 
 def changed(config: Config, changes: dict[str, Any]) -> Config:

@@ -324,20 +324,21 @@ class Generator:
         ids: Sequence[Sequence[int]],
         max_new_tokens: int,
         *,
-        seed: int = 0,
+        seed: int | Sequence[int] = 0,
         stop: Sequence[str] = (),
         stop_tokens: Sequence[int] = (),
         tell: Callable[[int, str], None] = lambda prompt, text: None,
         progress: Callable[[int, int], None] = lambda done, tokens: None,
     ) -> list[Row]:
-        """As ``complete``, of prompts that are token ids already."""
+        """As ``complete``, of prompts that are token ids already; ``seed``: one for all, or one for each."""
+        seeds = [seed] * len(ids) if isinstance(seed, int) else seed
         ends = frozenset((*stop_tokens, self.tokenizer.eos_id))
         rows = [Row(text_stream(self.tokenizer, prompt), stop, ends, max_new_tokens) for prompt in ids]
         order = sorted(range(len(ids)), key=lambda index: len(ids[index]))
         made = 0
         for first in range(0, len(order), self.batch_size):
             batch = order[first : first + self.batch_size]
-            for tokens in self._tokens([ids[index] for index in batch], max_new_tokens, seed):
+            for tokens in self._tokens([ids[k] for k in batch], [seeds[k] for k in batch], max_new_tokens):
                 for index, token in zip(batch, tokens.tolist(), strict=False):
                     if rows[index].reason is None:
                         made += 1
@@ -356,7 +357,7 @@ class Generator:
 
         return tuple(put_batch(dict(enumerate(arrays)), self._mesh).values())  # type: ignore[arg-type]
 
-    def _tokens(self, ids: Sequence[Sequence[int]], new: int, seed: int) -> Iterator[np.ndarray]:
+    def _tokens(self, ids: Sequence[Sequence[int]], seeds: Sequence[int], new: int) -> Iterator[np.ndarray]:
         """The next tokens [B] of a batch of prompts, up to ``new`` times; B may be padded."""
         import jax
 
@@ -382,7 +383,8 @@ class Generator:
             if self._wait:
                 jax.block_until_ready(h)
 
-        keys = jax.numpy.stack([_row_key(seed, prompt) for prompt in [*ids, *[[]] * (count - len(ids))]])
+        filling = count - len(ids)
+        keys = jax.numpy.stack(list(map(_row_key, [*seeds, *[0] * filling], [*ids, *[[]] * filling])))
         waiting: jax.Array | None = None
         for _ in range(new):  # one step ahead of what is read, so that the device never waits
             cache, h, token = self._step(self._params, cache, h, keys)

@@ -339,7 +339,7 @@ def missing_lines(tasks: Tasks) -> list[str]:
     return lines
 
 
-def table(every: Sequence[Score], tasks: Tasks) -> str:
+def table(every: Sequence[Score]) -> str:
     """A line for each number."""
     rows = [("task", "shots", "questions", "metric", "value")]
     rows += [
@@ -416,8 +416,6 @@ def main(arguments: Sequence[str]) -> int:
     )
     options, rest = parser.parse_known_args(arguments)
     changes = checkpoints.parse_changes(rest, parser)
-    from mhc.train.checkpoint import find_checkpoint
-
     for name, least in (("num_fewshot", 0), ("limit", 1), ("max_length", 2), ("max_gen_toks", 1), ("batch_size", 1)):
         value = getattr(options, name)
         if value is not None and value < least:
@@ -431,6 +429,8 @@ def main(arguments: Sequence[str]) -> int:
     names = [name.strip() for name in options.tasks.split(",") if name.strip()]
     if not names:
         raise UserError("--tasks: given none, allowed: names of tasks, separated by commas")
+    from mhc.train.checkpoint import find_checkpoint
+
     find_checkpoint(*checkpoints.locate(options.checkpoint, options.step))
     quiet()
     tasks = load_tasks(names, data, options.num_fewshot)
@@ -457,7 +457,7 @@ def main(arguments: Sequence[str]) -> int:
     how = {"limit": options.limit, "samples": bool(options.samples), "unsafe": options.confirm_run_unsafe_code}
     found = evaluate(model, tasks, **how)
     every = scores(found, tasks)
-    print(table(every, tasks))
+    print(table(every))
     of_paper = paper(every, tasks) if GROUP in names else None
     if of_paper is not None:
         print()
@@ -467,6 +467,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def check_any(tasks: Tasks) -> None:
+    """Raises UserError where no task is left."""
     if not tasks.loaded:
         raise UserError(f"--tasks: none of the {len(tasks.asked)} that were asked for can run")
 

@@ -9,6 +9,7 @@ request's numbers are those of a forward pass of it alone, whatever it is batche
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -253,7 +254,10 @@ class LanguageModel(TemplateLM):
             def tell(done: int, tokens: int, before: int = before) -> None:
                 progress(lambda seconds: f"generated {before + done} of {len(requests)} texts")
 
-            rows = self._generators[how.sampling].extend(ids, how.new, seed=self.seed, stop=how.stop, progress=tell)
+            # What a task asks for several times (its ``repeats``) is another sample each time.
+            seen: dict[tuple[int, ...], Iterator[int]] = defaultdict(lambda: itertools.count(self.seed))
+            seeds = [next(seen[tuple(prompt)]) for prompt in ids]
+            rows = self._generators[how.sampling].extend(ids, how.new, seed=seeds, stop=how.stop, progress=tell)
             before += len(numbers)
             for number, row in zip(numbers, rows, strict=True):
                 texts[number] = row.text

@@ -29,6 +29,8 @@ from mhc import cli
 from mhc.errors import UserError
 
 if TYPE_CHECKING:
+    import argparse
+
     from eval.scoring import Sums
     from mhc.config import Config
     from mhc.data.packing import Batch
@@ -345,10 +347,8 @@ def by_buckets(by_context: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{"context": 2**k, "loss": nll / tokens, "tokens": int(tokens)} for k, (nll, tokens) in buckets.items()]
 
 
-def main(arguments: Sequence[str]) -> int:
-    """The command line; returns the exit code. Raises UserError for a mistake."""
-    parser = cli.Parser(prog="python -m eval.perplexity", description="Loss, perplexity and bits per byte.")
-    checkpoints.add_arguments(parser, several=True)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """--split, --rows, --stride, --without_eos and --batch_size: which tokens are scored, for ``corpus_of``."""
     parser.add_argument("--split", choices=("validation", "train"), default="validation", help="of the corpus")
     parser.add_argument(
         "--rows", type=int, help="rows or windows scored, 0: all; without: as many as the run's validation read"
@@ -358,36 +358,52 @@ def main(arguments: Sequence[str]) -> int:
         "--without_eos", action="store_true", help="score text alone, not the ends of documents (as lm-eval does)"
     )
     parser.add_argument("--batch_size", type=int, default=8, help="rows at once (8); changes nothing but speed")
+
+
+def rows_of(options: argparse.Namespace, config: Config, changes: Mapping[str, Any]) -> int:
+    """Rows or windows to score, 0: all. Raises UserError for options that make no sense or do not fit the sequence."""
+    for name, least in (("rows", 0), ("batch_size", 1)):
+        value = getattr(options, name)
+        if value is not None and value < least:
+            raise UserError(f"--{name}: given {value}, allowed: {least}{' (all)' if least == 0 else ''} or more")
+    length = config.data.sequence_length
+    if options.stride is not None and not 1 <= options.stride <= length:
+        raise UserError(f"--stride: given {options.stride}, allowed: 1 to data.sequence_length={length}")
+    if options.rows is not None:
+        return int(options.rows)
+    return 0 if "data.source" in changes else config.validation.batches * config.train.batch_size
+
+
+def corpus_of(config: Config, options: argparse.Namespace, changes: Mapping[str, Any]) -> Corpus:
+    """What the options name of a run's data; ``changes``: of its config, as the user gave them. Raises UserError."""
+    rows, eos = rows_of(options, config, changes), not options.without_eos
+    if options.stride is None:
+        return packed(config, options.split, rows=rows, batch_size=options.batch_size, eos=eos)
+    return sliding(config, options.split, rows=rows, batch_size=options.batch_size, stride=options.stride, eos=eos)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """The command line; returns the exit code. Raises UserError for a mistake."""
+    parser = cli.Parser(prog="python -m eval.perplexity", description="Loss, perplexity and bits per byte.")
+    checkpoints.add_arguments(parser, several=True)
+    add_arguments(parser)
     parser.add_argument("--json", metavar="FILE", help="write what was found there")
     parser.add_argument("--out", metavar="DIR", help="write perplexity.png and its numbers there")
     options, rest = parser.parse_known_args(arguments)
     changes = checkpoints.parse_changes(rest, parser)
-    if options.batch_size < 1:
-        raise UserError(f"--batch_size: given {options.batch_size}, allowed: 1 or more")
-    if options.rows is not None and options.rows < 0:
-        raise UserError(f"--rows: given {options.rows}, allowed: 0 (all) or more")
     out = cli.check_writable(options.out, "--out") if options.out else None
     if options.json:
         cli.check_file(options.json, "--json")
 
     from mhc.train.checkpoint import find_checkpoint
 
-    for name in options.checkpoint:  # none is scored before all are there
-        find_checkpoint(*checkpoints.locate(name, options.step))
+    for name in options.checkpoint:  # none is scored before all are there, and the options fit them
+        config, _ = find_checkpoint(*checkpoints.locate(name, options.step))
+        rows_of(options, checkpoints.changed(config, checkpoints.of_config(changes)), changes)
     found: list[Found] = []
     for name in options.checkpoint:
         checkpoint = checkpoints.load(name, options.step, average=options.average, changes=changes)
-        config = checkpoint.config
-        own = config.validation.batches * config.train.batch_size
-        rows = options.rows if options.rows is not None else 0 if "data.source" in changes else own
-        how = {"rows": rows, "batch_size": options.batch_size, "eos": not options.without_eos}
-        if options.stride is None:
-            corpus = packed(config, options.split, **how)
-        else:
-            if not 1 <= options.stride <= config.data.sequence_length:
-                most = config.data.sequence_length
-                raise UserError(f"--stride: given {options.stride}, allowed: 1 to data.sequence_length={most}")
-            corpus = sliding(config, options.split, **how, stride=options.stride)
+        corpus = corpus_of(checkpoint.config, options, changes)
         print(f"{checkpoint.name}: compiling, then scoring", file=sys.stderr)
         progress = Progress()
 

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mhc import provenance, remote
+from mhc.config import MACHINE
 from mhc.errors import UserError
 from mhc.monitor.detectors import spike_score
 from mhc.monitor.writers import read_json, read_jsonl
@@ -26,17 +27,7 @@ DIRECTIONS = ("forward", "backward")
 RATE = "optimizer.lr"
 SEEDS = ("seed.init", "seed.data")
 # Fields (ending in a dot: groups) that change neither what is trained nor on what.
-IMMATERIAL = (
-    "checkpoint.",
-    "validation.",
-    "monitor.",
-    "watchdog.",
-    "mesh.",
-    "distributed.",
-    "data.prefetch",
-    "data.workers",
-    "data.cache_dir",
-)
+IMMATERIAL = ("checkpoint.", "validation.", "monitor.", *MACHINE)
 KIND_ORDER = ("plain", "hc", "mhc")  # these first, any other kind after them by name
 
 

@@ -20,15 +20,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from eval import checkpoints, harness
-from eval.perplexity import packed, score, sliding, summary
+from eval.perplexity import add_arguments, corpus_of, rows_of, score, summary
 from mhc import cli, remote
 from mhc.errors import UserError
 from mhc.remote import Folder
 
 if TYPE_CHECKING:
     import argparse
-
-    from mhc.config import Config
 
 Scored = dict[str, Any]
 
@@ -104,14 +102,9 @@ def finished(run: Folder) -> bool:
     return bool(told["exit_reason"] == "halted" or told["steps"] >= json.loads(config)["train"]["steps"])
 
 
-def perplexity(checkpoint: checkpoints.Checkpoint, options: argparse.Namespace, rows: int) -> Scored:
+def perplexity(checkpoint: checkpoints.Checkpoint, options: argparse.Namespace, changes: dict[str, Any]) -> Scored:
     """Loss, perplexity and bits per byte of a checkpoint."""
-    how = {"rows": rows, "batch_size": options.batch_size, "eos": not options.without_eos}
-    if options.stride is None:
-        corpus = packed(checkpoint.config, options.split, **how)
-    else:
-        corpus = sliding(checkpoint.config, options.split, **how, stride=options.stride)
-    found = summary(score(checkpoint, corpus), None)
+    found = summary(score(checkpoint, corpus_of(checkpoint.config, options, changes)), None)
     measures = {name: found[name] for name in ("loss", "perplexity", "bits_per_token", "bits_per_byte")}
     values = {name: measure["value"] for name, measure in measures.items()}
     intervals = {name: [measure["low"], measure["high"]] for name, measure in measures.items()}
@@ -148,11 +141,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--out", metavar="FILE.jsonl", help="where lines are added (RUN.scores.jsonl, beside the run)")
     parser.add_argument("--every_seconds", type=float, default=30.0, help="between two looks (30)")
     parser.add_argument("--once", action="store_true", help="score what is there and end")
-    parser.add_argument("--split", choices=("validation", "train"), default="validation", help="of the corpus")
-    parser.add_argument("--rows", type=int, help="rows scored, 0: all; without: as many as the run's validation read")
-    parser.add_argument("--stride", type=int, metavar="S", help="documents alone, by windows that score S tokens")
-    parser.add_argument("--without_eos", action="store_true", help="score text alone, not the ends of documents")
-    parser.add_argument("--batch_size", type=int, default=8, help="rows at once (8); changes nothing but speed")
+    add_arguments(parser)
     parser.add_argument("--tasks", metavar="T1,T2", help="also tasks of lm-eval, as of eval.harness")
     parser.add_argument("--data", metavar="DIR", help="with --tasks: datasets, before the hub's")
     parser.add_argument("--limit", type=int, help="with --tasks: questions of each, without: all")
@@ -166,16 +155,13 @@ def main(arguments: Sequence[str]) -> int:
     stored = remote.read(run / "config.json")
     if stored is None:
         raise UserError(f"{run}: not a run folder (it has no config.json)")
-    config = checkpoints.changed(
-        from_json(stored.decode()), {name: value for name, value in changes.items() if not name.startswith("mesh.")}
-    )
-    rows = _rows(options, config, changes)
+    rows = rows_of(options, checkpoints.changed(from_json(stored.decode()), checkpoints.of_config(changes)), changes)
     names = [name.strip() for name in (options.tasks or "").split(",") if name.strip()]
     tasks = tasks_of(names, Path(options.data) if options.data else None) if names else None
 
     def measure(step: int) -> Scored:
         checkpoint = checkpoints.load(options.run, step, changes=changes)
-        found = perplexity(checkpoint, options, rows)
+        found = perplexity(checkpoint, options, changes)
         told = f"{checkpoint.name}: loss {found['loss']:.4f}, {found['bits_per_byte']:.4f} bits per byte"
         if tasks is not None:
             found["tasks"] = benchmarks(checkpoint, tasks, options.limit)
@@ -184,7 +170,7 @@ def main(arguments: Sequence[str]) -> int:
         return found
 
     how = {
-        "changes": {name: value for name, value in changes.items() if not name.startswith("mesh.")},
+        "changes": checkpoints.of_config(changes),
         **{name: getattr(options, name) for name in ("split", "stride", "without_eos", "limit")},
         "rows": rows,
         "tasks": names,
@@ -203,10 +189,8 @@ def main(arguments: Sequence[str]) -> int:
 
 def _checked(options: argparse.Namespace, run: Folder) -> Path:
     """The file for the scores. Raises UserError for it and for options that make no sense."""
-    for name, least in (("rows", 0), ("stride", 1), ("batch_size", 1), ("limit", 1)):
-        value = getattr(options, name)
-        if value is not None and value < least:
-            raise UserError(f"--{name}: given {value}, allowed: {least} or more")
+    if options.limit is not None and options.limit < 1:
+        raise UserError(f"--limit: given {options.limit}, allowed: 1 or more")
     if not options.every_seconds > 0:
         raise UserError(f"--every_seconds: given {options.every_seconds:g}, allowed: above 0")
     for name in ("data", "limit"):
@@ -223,16 +207,6 @@ def _checked(options: argparse.Namespace, run: Folder) -> Path:
     if isinstance(run, Path) and (run / "checkpoints").resolve() in out.resolve().parents:
         raise UserError(f"--out: given {out}, allowed: a file outside the run's checkpoints")
     return out
-
-
-def _rows(options: argparse.Namespace, config: Config, changes: dict[str, Any]) -> int:
-    """Rows to score. Raises UserError for a stride that does not fit the sequence."""
-    length = config.data.sequence_length
-    if options.stride is not None and options.stride > length:
-        raise UserError(f"--stride: given {options.stride}, allowed: 1 to data.sequence_length={length}")
-    if options.rows is not None:
-        return int(options.rows)
-    return 0 if "data.source" in changes else config.validation.batches * config.train.batch_size
 
 
 if __name__ == "__main__":

@@ -686,6 +686,8 @@ class Config:
         return self.schedule.wsd_steps or self.schedule.wsd_fraction * self.decay_steps
 
 
+# What says how a run is computed and watched, and not what: names of fields or, ending in a dot, of groups.
+MACHINE = ("watchdog.", "mesh.", "distributed.", "data.prefetch", "data.workers", "data.cache_dir")
 # What may differ between a stored run and the command that resumes it: names of fields or, ending in a dot, of groups.
 RESUMABLE = (
     "train.steps",
@@ -696,12 +698,7 @@ RESUMABLE = (
     "monitor.tensorboard",
     "monitor.wandb",
     "monitor.progress_every",
-    "watchdog.",
-    "mesh.",
-    "distributed.",
-    "data.prefetch",
-    "data.workers",
-    "data.cache_dir",
+    *MACHINE,
 )
 
 

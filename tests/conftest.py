@@ -44,6 +44,28 @@ def _programs_of_one_module() -> Iterator[None]:
         gc.collect()
 
 
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The source of forty short texts."""
+    from tests.small_runs import write_corpus
+
+    return write_corpus(tmp_path_factory.mktemp("corpus") / "texts")
+
+
+@pytest.fixture(scope="module")
+def compiled_once() -> Iterator[None]:
+    """Runs of one config share their programs. A process a run, and several devices: tests/faults."""
+    import functools
+
+    from mhc.monitor import probes
+    from mhc.train import run as runs
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(runs, "Trainer", functools.cache(runs.Trainer))
+        patch.setattr(probes, "compile_probe", functools.cache(probes.compile_probe))
+        yield
+
+
 _cases: dict[tuple[str, str], int] = {}
 
 

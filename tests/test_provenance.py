@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,27 +16,16 @@ import pytest
 from mhc import provenance
 from mhc.config import from_json
 from mhc.errors import UserError
-from mhc.monitor import probes
 from mhc.monitor.writers import read_json, write_json
 from mhc.remote import lock
 from mhc.sharding import make_mesh
 from mhc.train import run as runs
-from tests.small_runs import assert_equal_runs, config, resolved, run, snapshot, write_corpus
+from tests.small_runs import assert_equal_runs, config, resolved, run, snapshot
 
 ROOT = Path(__file__).parents[1]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _compiled_once() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(runs, "Trainer", functools.cache(runs.Trainer))
-        patch.setattr(probes, "compile_probe", functools.cache(probes.compile_probe))
-        yield
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return write_corpus(tmp_path_factory.mktemp("corpus") / "texts")
+pytestmark = pytest.mark.usefixtures("compiled_once")
 
 
 @pytest.fixture(scope="module")

@@ -74,7 +74,7 @@ def _sums(
         log_z=jnp.sum(log_z * weights),
         log_z_square=square,
         logit_max=jnp.max(jnp.where(weights[..., None] > 0, logits, -jnp.inf)),
-        by_source=jnp.sum(each, axis=1) @ member,
+        by_source=jnp.sum(jnp.sum(each, axis=1, keepdims=True) * member, axis=0),  # a product would be bfloat16 on TPU
     )
 
 

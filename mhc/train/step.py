@@ -71,8 +71,9 @@ def loss_parts(definition: DecoderDefinition, params: Params, batch: Batch) -> L
     if "sources" in batch:
         member = jax.nn.one_hot(batch["sources"], len(shares(definition.config.data.source)))
     sums = cross_entropy(decoder, hidden.h, batch["targets"], batch["weights"], member)
-    by_source = jnp.zeros(0) if member is None else jnp.sum(batch["weights"], axis=1) @ member
-    return LossParts(*sums, weight=jnp.sum(batch["weights"]), source_weight=by_source, router=hidden.router)
+    weights = batch["weights"]
+    by_source = jnp.zeros(0) if member is None else jnp.sum(jnp.sum(weights, axis=1, keepdims=True) * member, axis=0)
+    return LossParts(*sums, weight=jnp.sum(weights), source_weight=by_source, router=hidden.router)
 
 
 def loss_and_gradients(

@@ -233,8 +233,22 @@ def test_how_a_task_asks_for_text():
     sampled = generation({"do_sample": True, "top_p": 0.9, "top_k": 0}, None).sampling
     assert (sampled.temperature, sampled.top_p, sampled.top_k) == (1.0, 0.9, None)
     assert generation({"temperature": 0.5}, None).sampling.temperature == 0.5
-    with pytest.raises(UserError, match=r"num_beams=4, allowed: until.*"):
-        generation({"num_beams": 4}, None)
+    for arguments, message in (
+        ({"num_beams": 4}, r"num_beams=4, allowed: until.*"),
+        ({"until": 3}, r"until=3, allowed: a string or a list of strings"),
+        ({"max_gen_toks": 0}, r"0 new tokens, allowed: 1 or more"),
+        ({"max_gen_toks": -4}, r"-4 new tokens, allowed: 1 or more"),
+    ):
+        with pytest.raises(UserError, match=message):
+            generation(arguments, None)
+
+
+def test_what_is_asked_for_several_times_is_another_sample_each_time(model):
+    how = {"max_gen_toks": 8, "do_sample": True}
+    asked = [request("generate_until", words(3, 7), how)] * 3
+    texts = model.generate_until(asked)
+    assert len(set(texts)) == 3 and model.generate_until(asked) == texts
+    assert model.generate_until(asked[:1]) == texts[:1]
 
 
 # Local tasks, end to end ----------------------------------------------------------------------------------------------

@@ -25,7 +25,7 @@ from mhc.data.tokenizers import ByteTokenizer, JsonTokenizer
 from mhc.monitor.writers import read_json
 from mhc.sharding import make_mesh
 from tests.small import definition, random_params, with_fields
-from tests.small_runs import config, resolved, run, snapshot, write_corpus
+from tests.small_runs import config, resolved, run, snapshot
 
 BYTES = ByteTokenizer()
 RNG = np.random.default_rng(0)
@@ -223,11 +223,6 @@ def test_intervals_of_shares_are_wilsons():
 
 
 # Models ---------------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return write_corpus(tmp_path_factory.mktemp("corpus") / "texts")
 
 
 @pytest.fixture(scope="module")

@@ -20,12 +20,7 @@ from mhc import cli
 from mhc.config import from_json
 from mhc.errors import UserError
 from mhc.monitor.writers import read_jsonl
-from tests.small_runs import config, run, snapshot, write_corpus
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return write_corpus(tmp_path_factory.mktemp("corpus") / "texts")
+from tests.small_runs import config, run, snapshot
 
 
 @pytest.fixture(scope="module")

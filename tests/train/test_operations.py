@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 import re
@@ -10,7 +9,6 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,28 +16,17 @@ import pytest
 
 from mhc.data import pipeline
 from mhc.data.tokenizers import load
-from mhc.monitor import probes
 from mhc.monitor.phases import STALLED
 from mhc.monitor.writers import read_json, read_jsonl
 from mhc.train import run as runs
 from mhc.train.record import Record
-from tests.small_runs import assert_equal_runs, config, run, tiny, write_corpus
+from tests.small_runs import assert_equal_runs, config, run, tiny
 
 ROOT = Path(__file__).parents[2]
 STALL = 2.0  # seconds
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _compiled_once() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(runs, "Trainer", functools.cache(runs.Trainer))
-        patch.setattr(probes, "compile_probe", functools.cache(probes.compile_probe))
-        yield
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return write_corpus(tmp_path_factory.mktemp("corpus") / "texts")
+pytestmark = pytest.mark.usefixtures("compiled_once")
 
 
 @pytest.fixture(scope="module")

@@ -35,7 +35,7 @@ from mhc.train.record import Record
 from tests import small_runs
 from tests.object_store import ObjectStore, serving
 from tests.small import assert_identical, trainer
-from tests.small_runs import final_state, lines, resolved, run, write_corpus
+from tests.small_runs import final_state, lines, resolved, run
 
 # Not imported here: it reads its settings once.
 pytestmark = pytest.mark.skipif(find_spec("gcsfs") is None, reason="pip install 'mhc-jax[gcs]'")
@@ -62,11 +62,6 @@ def store() -> Iterator[ObjectStore]:
 def config(corpus: str, **groups: dict[str, Any]) -> Config:
     """The config of these runs: small to compile."""
     return small_runs.config(corpus, "plain", **groups)
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return write_corpus(tmp_path_factory.mktemp("corpus") / "texts")
 
 
 @pytest.fixture(scope="module")

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import json
 import os
 import shutil
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,21 +27,9 @@ from mhc.train.checkpoint import Checkpoints, committed_steps, load_run
 from mhc.train.record import Record
 from mhc.train.step import Trainer
 from tests.small import assert_identical
-from tests.small_runs import assert_equal_runs, config, final_state, lines, resolved, run, snapshot, write_corpus
+from tests.small_runs import assert_equal_runs, config, final_state, lines, resolved, run, snapshot
 
-
-@pytest.fixture(scope="module", autouse=True)
-def _compiled_once() -> Iterator[None]:
-    """Runs of one config share their programs. A process a run, and several devices: tests/faults."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(runs, "Trainer", functools.cache(runs.Trainer))
-        patch.setattr(probes, "compile_probe", functools.cache(probes.compile_probe))
-        yield
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return write_corpus(tmp_path_factory.mktemp("corpus") / "texts")
+pytestmark = pytest.mark.usefixtures("compiled_once")
 
 
 @pytest.fixture(scope="module")
