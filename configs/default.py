@@ -127,7 +127,7 @@ def get_config() -> ConfigDict:
     data.token_dtype = "uint16"  # tokens: dtype of .bin files: uint8 | uint16 | uint32 | int32 | int64
     data.end_token = placeholder(int)  # tokens: id that ends a document; None: a file is one document
     data.prefetch = 2  # batches that a thread prepares ahead; 0: none
-    data.workers = 0  # threads that read and tokenise; 0: one for bytes, else one a core, at most 16
+    data.workers = 0  # processes that read and tokenise; 0: the thread that prepares batches does
 
     config.optimizer = optimizer = ConfigDict()
     optimizer.name = "adamw"  # adamw | sgd | muon (matrices; AdamW takes the rest)

@@ -404,7 +404,7 @@ class DataConfig(_Group, group="data"):
     )
     end_token: int | None = _field(None, "tokens: id that ends a document; None: a file is one document", low=0)
     prefetch: int = _field(2, "batches that a thread prepares ahead; 0: none", low=0)
-    workers: int = _field(0, "threads that read and tokenise; 0: one for bytes, else one a core, at most 16", low=0)
+    workers: int = _field(0, "processes that read and tokenise; 0: the thread that prepares batches does", low=0)
 
 
 @dataclasses.dataclass(frozen=True)

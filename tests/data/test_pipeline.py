@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
-import os
 import threading
 from pathlib import Path
 from typing import cast
@@ -232,29 +231,13 @@ def test_rows_change_documents_often_even_when_these_are_long(tmp_path: Path) ->
     assert opened >= 16 * 40 // 12  # pieces of 8 to 12 sequences
 
 
-def test_a_bpe_tokeniser_counts_the_same_bytes_and_its_threads_change_nothing(
-    texts: DataConfig, bpe: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_bpe_tokeniser_counts_the_same_bytes(texts: DataConfig, bpe: str) -> None:
     data = dataclasses.replace(texts, tokenizer=bpe)
     tokenizer = tokenizers.load(bpe)
     batches = list(validation_batches(data, tokenizer, batch_size=4, batches=0))
     total = sum(map(len, documents(data, "validation")))
     assert sum(int(batch["target_bytes"].sum()) for batch in batches) == total
     assert sum(int((batch["weights"] > 0).sum()) for batch in batches) < 0.6 * total
-
-    monkeypatch.setattr(os, "cpu_count", lambda: 4)
-    threaded = train_iterator(data, tokenizer, batch_size=8, seed=0)
-    before = take(threaded, 10)
-    state = threaded.get_state()
-    after = take(threaded, 10)
-    threaded.close()
-    monkeypatch.setattr(os, "cpu_count", lambda: 1)
-    alone = train_iterator(data, tokenizer, batch_size=8, seed=0)
-    same(take(alone, 10), before)
-    assert alone.get_state() == state
-    same(take(alone, 10), after)
-    alone.set_state(state)
-    same(take(alone, 10), after)
 
 
 @pytest.mark.parametrize("prefetch", [0, 2])

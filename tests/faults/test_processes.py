@@ -61,6 +61,7 @@ def start(fields: dict[str, Any], folder: Path, workdir: str | None = None) -> s
         text=True,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
+        start_new_session=True,
         env={**os.environ, "PYTHONPATH": str(ROOT), "XLA_FLAGS": flags},
     )
 
@@ -72,11 +73,16 @@ def written(folder: Path) -> int:
     return records[-1]["step"] if records else 0
 
 
-def strike(process: subprocess.Popen[str], folder: Path, step: int, number: signal.Signals) -> tuple[int, str]:
-    """Send the signal once the line of `step` is written; returns the exit code and what stood on stderr."""
+def wait_for(process: subprocess.Popen[str], folder: Path, step: int) -> None:
+    """Until the line of `step` is written, or the process ends."""
     end = time.monotonic() + START
     while written(folder) < step and process.poll() is None and time.monotonic() < end:
         time.sleep(0.002)
+
+
+def strike(process: subprocess.Popen[str], folder: Path, step: int, number: signal.Signals) -> tuple[int, str]:
+    """Send the signal once the line of `step` is written; returns the exit code and what stood on stderr."""
+    wait_for(process, folder, step)
     process.send_signal(number)
     _, said = process.communicate(timeout=START)
     return process.returncode, said
@@ -111,4 +117,23 @@ def test_a_run_killed_three_times_equals_the_undisturbed_one(fields, reference, 
     _, said = process.communicate(timeout=START)
     assert process.returncode == 0, said
     assert "Traceback" not in said
+    assert_equal_runs(folder, reference, devices=DEVICES)
+
+
+@pytest.mark.slow
+def test_worker_processes_leave_signals_to_the_run_and_end_with_it(fields, reference, tmp_path):
+    """As a terminal or a scheduler does, every process gets the signal; then the run alone is killed."""
+    folder = tmp_path / "run"
+    fields = {**fields, "data": {**fields["data"], "workers": 2}}
+    process = start(fields, folder)
+    wait_for(process, folder, 3)
+    os.killpg(process.pid, signal.SIGINT)
+    _, said = process.communicate(timeout=START)
+    assert process.returncode == 0 and "stopped and saved after step" in said and "Traceback" not in said, said
+    process = start(fields, folder)
+    wait_for(process, folder, committed_steps(folder)[-1] + 2)
+    process.kill()
+    process.communicate(timeout=30.0)  # to the end of stderr, which every process holds that is left
+    assert written(folder) < STEPS
+    assert run(from_config_dict(fields), folder, DEVICES) == 0
     assert_equal_runs(folder, reference, devices=DEVICES)
