@@ -144,7 +144,8 @@ def replay(
     old = [done for done in committed_steps(stored.folder) if done <= wanted]
     checkpoint = max(old, default=None)
 
-    data = pipeline.train_iterator(config.data, tokenizer, batch_size=config.train.batch_size, seed=config.seed.data)
+    reading = dataclasses.replace(config.data, workers=0)  # a few batches: sooner read than processes started
+    data = pipeline.train_iterator(reading, tokenizer, batch_size=config.train.batch_size, seed=config.seed.data)
     try:
         completed, start = 0, None
         if checkpoint is not None:

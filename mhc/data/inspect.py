@@ -12,6 +12,7 @@ made the share of padding and of each source of a mixture.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 import sys
@@ -71,7 +72,8 @@ def read(config: Config, split: Split, batches: int) -> Iterator[Batch]:
     """The first batches of training, or of each validation set one after the other (with ``set``, its name)."""
     tokenizer, size = tokenizers.load(config.data.tokenizer), config.train.batch_size
     if split == "train":
-        iterator = pipeline.train_iterator(config.data, tokenizer, batch_size=size, seed=config.seed.data)
+        data = dataclasses.replace(config.data, workers=0)  # a few batches: sooner read than processes started
+        iterator = pipeline.train_iterator(data, tokenizer, batch_size=size, seed=config.seed.data)
         try:
             yield from itertools.islice(iterator, batches)
         finally:
