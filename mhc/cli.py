@@ -6,6 +6,8 @@ Exit codes: 0 done, 2 a user's mistake, 130 interrupted from the keyboard; a pro
 from __future__ import annotations
 
 import argparse
+import atexit
+import contextlib
 import os
 import re
 import runpy
@@ -65,8 +67,17 @@ def run_main(main: Callable[[Sequence[str]], int], arguments: Sequence[str] | No
         code = 2
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
-        code = 130
+        _leave(130)
     sys.exit(code)
+
+
+def _leave(code: int) -> NoReturn:
+    """Exits without taking the interpreter down: a compilation that was left behind crashes when that happens."""
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):  # a pipe whose reader was interrupted as well
+            stream.flush()
+    os._exit(code)
 
 
 def load_config(path: str, arguments: Sequence[str], parser: Parser) -> Config:

@@ -171,6 +171,20 @@ def test_run_main_leaves_with_the_programs_code(code: int, leaves: int) -> None:
     assert left.value.code == leaves
 
 
+def test_an_interrupted_program_closes_what_is_open_and_leaves_the_interpreter_up() -> None:
+    """Taking it down beside a compilation that goes on in the background crashed."""
+    code = (
+        "import atexit, threading, time\n"
+        "from mhc import cli\n"
+        "atexit.register(lambda: print('closed'))\n"
+        "threading.Thread(target=time.sleep, args=[600]).start()\n"  # nor is anything waited for
+        "def main(arguments):\n    raise KeyboardInterrupt\n"
+        "cli.run_main(main, [])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "closed\n", "interrupted\n")
+
+
 def test_run_main_shows_our_own_bugs_whole() -> None:
     def broken(arguments: Any) -> int:
         raise KeyError("ours")

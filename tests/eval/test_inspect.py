@@ -47,6 +47,7 @@ def made(kind: str = "mhc", **groups: Any) -> Checkpoint:
 # Profile --------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_profile_is_that_of_the_probes(loaded):
     batch = probes.probe_batch(loaded.config)
     probe = probes.compile_probe(loaded.definition, loaded.mesh)(loaded.params, batch)

@@ -60,6 +60,7 @@ def test_it_is_the_validation_loss_of_the_run(trained, tmp_path, capsys):
     assert {path.name for path in out.iterdir()} == {"perplexity.png", "perplexity.csv"}
 
 
+@pytest.mark.slow
 def test_neither_batch_nor_mesh_matters(trained):
     alone = checkpoints.load(str(trained), devices=jax.devices()[:1])
     eight = checkpoints.load(str(trained))

@@ -79,6 +79,7 @@ def record(folder: Path) -> dict[str, Any]:
     return json.loads((folder / "arm.json").read_text())
 
 
+@pytest.mark.slow
 def test_an_arm_trains_and_is_collected(files: Path, tmp_path: Path) -> None:
     workdir = tmp_path / "w"
     assert (

@@ -234,6 +234,7 @@ def reference_gradient() -> tuple[Any, Any, Any]:
     return params, loss, grads
 
 
+@pytest.mark.slow  # the contract holds it over sublayers
 def test_unrolled_blocks_equal_scanned_ones(reference_gradient):
     params, loss, grads = reference_gradient
     unrolled_loss, unrolled = gradient(small("mhc", model={"scan": False}))(params, packed(4))

@@ -161,6 +161,7 @@ def run(config: Config, steps: int, devices: int = 1) -> tuple[Any, list[Any]]:
     return jax.device_get(state), seen
 
 
+@pytest.mark.slow
 def test_the_balancing_bias_evens_the_load():
     """From a router that sends most tokens to one expert, max / mean load falls below 1.3 and stays there."""
     config = sparse(moe={"balance_rate": 0.01, "score": "sigmoid"}, optimizer={"lr": 1e-4}, init={"kind": "fan_in"})

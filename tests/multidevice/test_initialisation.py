@@ -49,6 +49,7 @@ def made_whole(made: Trainer, program: jax.stages.Compiled) -> list[str]:
     ]
 
 
+@pytest.mark.slow
 def test_the_initial_state_is_made_in_its_shards_and_the_same_bits() -> None:
     made = trainer(config_of(mesh=MESH), 8)
     program = initialiser(made)

@@ -128,7 +128,7 @@ def test_the_restored_model_has_the_saved_loss(reference):
 # Interrupted runs -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("step", [1, 12])
+@pytest.mark.parametrize("step", [pytest.param(1, marks=pytest.mark.slow), 12])
 def test_a_crashed_run_continues_bit_for_bit(step, corpus, reference, tmp_path):
     """Before the first checkpoint and at the last step; between them: the next test."""
     interrupted(config(corpus), tmp_path / "run", step)
@@ -166,7 +166,10 @@ def test_a_signal_stops_after_the_step_in_hand_and_saves(number, corpus, referen
     assert_equal_runs(folder, reference)
 
 
-@pytest.mark.parametrize("moment", ["validation", "probe", "asynchronous save", "last save"])
+@pytest.mark.parametrize(
+    "moment",
+    ["validation", "asynchronous save", *(pytest.param(one, marks=pytest.mark.slow) for one in ("probe", "last save"))],
+)
 def test_a_signal_at_any_moment_loses_nothing(moment, corpus, reference, tmp_path, monkeypatch):
     """While the run validates or probes, and while a checkpoint is being written behind it."""
     folder, saving = tmp_path / "run", []

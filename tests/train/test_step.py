@@ -124,7 +124,7 @@ def leaves(tree: Any) -> dict[str, Any]:
 # One program ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [pytest.param(kind, marks=pytest.mark.slow if kind == "hc" else ()) for kind in KINDS])
 def test_a_step_is_compiled_once(kind):
     """A state made by `init` and one made by `step` have the same types, weak ones included."""
     made = trainer(small(kind))
