@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import csv
 import dataclasses
-import io
 import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -265,12 +264,12 @@ class Sheet:
 
     def save(self, figures: Path, data: Path) -> Path:
         """Write NAME.png and NAME.csv; returns the PNG's path."""
-        FigureCanvasAgg(self.figure)
         path = figures / f"{self.name}.png"
-        drawn = io.BytesIO()
-        self.figure.savefig(drawn, format="png", dpi=DPI)
+        self.figure.set_dpi(DPI)
+        canvas = FigureCanvasAgg(self.figure)
+        canvas.draw()  # savefig would draw twice
         # A palette makes the file, and the page that it is put into, three times as small.
-        image = Image.open(drawn).convert("RGB").quantize(256, dither=Image.Dither.NONE)
+        image = Image.fromarray(np.asarray(canvas.buffer_rgba())).convert("RGB").quantize(256, dither=Image.Dither.NONE)
         image.save(path, optimize=True, dpi=(DPI, DPI))
         with (data / f"{self.name}.csv").open("w", newline="", encoding="utf-8") as file:
             writer = csv.writer(file)
