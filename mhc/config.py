@@ -48,21 +48,29 @@ def shares(value: str, field: str = "data.source") -> tuple[Share, ...]:
     form = "NAME=WEIGHT*SOURCE" if kind == "mix" else "NAME=SOURCE"
     found: list[Share] = []
     for part in rest.split(";"):
-        name, equals, source = part.strip().partition("=")
+        name, equals, source = part.partition("=")
+        name = name.strip()
         weight, star, rest_of = source.partition("*") if kind == "mix" else ("1", "*", source)
-        if not (name and equals and star and rest_of):
+        if not (name and equals and star and rest_of.strip()):
             _refuse(field, part.strip(), f"{kind}:{form};{form};… with {form} in each part")
-        if not re.fullmatch(r"[A-Za-z0-9_.-]+", name) or name in [one.name for one in found]:
-            _refuse(field, name, f"{form} with a name of its own, of letters, digits, '_', '-' and '.'")
+        if not re.fullmatch(r"[A-Za-z0-9_.-]+", name):
+            _refuse(field, name, f"{form} with a name of letters, digits, '_', '-' and '.'")
+        if name in [one.name for one in found]:
+            raise UserError(
+                f"{field}: the name {name!r} is used twice, allowed: {form} with a name of its own in each part"
+            )
         try:
             number = float(weight)
         except ValueError:
             number = math.nan
         if not (math.isfinite(number) and number > 0):
-            _refuse(field, weight, f"{form} with a weight above 0 ({name})")
+            _refuse(field, weight.strip(), f"{form} with a weight above 0 ({name})")
         _check_source(field, rest_of.strip(), ", ".join(SOURCES))
         found.append(Share(name, number, rest_of.strip()))
     total = sum(one.weight for one in found)
+    if not math.isfinite(total) or not all(one.weight / total for one in found):
+        weights = ", ".join(f"{one.weight:g}" for one in found)
+        raise UserError(f"{field}: the weights {weights} are too large or too far apart, allowed: e.g. 0.7 and 0.3")
     return tuple(one._replace(weight=one.weight / total) for one in found)
 
 

@@ -44,6 +44,15 @@ from mhc.errors import UserError
 
 _STATE_FORMAT = 2  # 1 had the rows as [first, last + 1]
 _PLACES = ("position", "offset")  # a row's: its state
+_MEANS = {  # what a position belongs to, for messages
+    "format": "form (by another version of mhc)",
+    "batch_size": "train.batch_size",
+    "seed": "seed.data",
+    "corpus": "corpus in data.source (names or sizes of its files, or how they are read and held out)",
+    "piece": "data.sequence_length, which says where long documents are cut",
+    "tokenizer": "data.tokenizer",
+    "mixture": "mixture in data.source (its names or weights)",
+}
 
 
 class TrainIterator:
@@ -126,7 +135,10 @@ class TrainIterator:
         """
         for key, ours in self._identity.items():
             if state.get(key) != ours and not (key == "format" and state.get(key) == 1):
-                raise UserError(f"the data position was saved with {key}={state.get(key)}, this run has {key}={ours}")
+                raise UserError(
+                    f"the data position was saved with another {_MEANS[key]}; restore what it was, or begin a "
+                    f"new run with train.init_from ({key}: saved {state.get(key)}, now {ours})"
+                )
         place = {row: index for index, row in enumerate(_rows(state))}
         missing = [row for row in self._rows if row not in place]
         if missing:

@@ -9,6 +9,7 @@ of change (in a store: its generation), so that a changed file is copied again; 
 from __future__ import annotations
 
 import dataclasses
+import fnmatch
 import glob
 import gzip
 import hashlib
@@ -19,6 +20,7 @@ import os
 import shutil
 import tempfile
 import zlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -77,7 +79,8 @@ def cache_directory(data: DataConfig) -> Path:
 class replacing:
     """A temporary file beside ``path`` that takes its place when the block ends well: readers never see half a file.
 
-    Raises UserError, which names ``setting``, where the folder cannot be written.
+    Raises UserError, which names ``setting``, where the folder cannot be written, and for what the system says while
+    the file is made: no space left, a quota, a broken disk.
     """
 
     def __init__(self, path: Path, setting: str = "data.cache_dir"):
@@ -93,11 +96,16 @@ class replacing:
         os.close(handle)
         return self._temporary
 
-    def __exit__(self, kind: Any, *_: Any) -> None:
-        if kind is None:
-            os.replace(self._temporary, self._path)
-        else:
+    def __exit__(self, kind: Any, error: BaseException | None, _: Any) -> None:
+        if error is None:
+            try:
+                os.replace(self._temporary, self._path)
+            except OSError as failed:
+                error = failed
+        if error is not None:
             os.unlink(self._temporary)
+        if isinstance(error, OSError) and error.errno is not None:  # a store's errors have none
+            raise UserError(f"{self._setting}: cannot make {self._path}: {error.strerror}") from None
 
 
 # The files of a pattern -----------------------------------------------------------------------------------------------
@@ -115,8 +123,9 @@ def match(kind: str, pattern: str) -> list[Place]:
     files = [path for path in paths if os.path.isfile(path)]
     if not files:
         if os.path.isdir(expanded):
+            files_of = {"tokens": "*.npy"}.get(kind, "*.txt")
             raise UserError(
-                f"{kind}:{pattern} is a directory; name its files, as in {kind}:{pattern.rstrip('/')}/**/*.txt"
+                f"{kind}:{pattern} is a directory; name its files, as in {kind}:{pattern.rstrip('/')}/**/{files_of}"
             )
         raise UserError(f"{kind}:{pattern} matches no file")
     base = _fixed_part(expanded) or "."
@@ -127,6 +136,28 @@ def match(kind: str, pattern: str) -> list[Place]:
         state = os.stat(path)
         found.append(Place(path, os.path.relpath(path, base), state.st_size, state.st_mtime_ns))
     return found
+
+
+def may_match(pattern: str, path: str) -> bool:
+    """Whether a local pattern matches a path that need not be there; links are followed in its fixed part alone."""
+    expanded = os.path.expanduser(pattern)
+    base = _fixed_part(expanded) or "."
+    rest = Path(os.path.relpath(expanded, base)).parts
+    try:
+        parts = Path(os.path.realpath(path)).relative_to(os.path.realpath(base)).parts
+    except ValueError:
+        return False
+    return _parts_match(parts, rest)
+
+
+def _parts_match(parts: Sequence[str], pattern: Sequence[str]) -> bool:
+    """As `glob` does, part by part."""
+    if not pattern or not parts:
+        return not parts and all(part == "**" for part in pattern)
+    rest, hidden = parts[1:], parts[0].startswith(".") and not pattern[0].startswith(".")
+    if pattern[0] == "**":
+        return _parts_match(parts, pattern[1:]) or (not hidden and _parts_match(rest, pattern))
+    return not hidden and fnmatch.fnmatchcase(parts[0], pattern[0]) and _parts_match(rest, pattern[1:])
 
 
 def _fixed_part(pattern: str) -> str:
@@ -247,7 +278,9 @@ def _unpack_parquet(place: Place, source: IO[bytes], target: IO[bytes], field: s
                 row += 1
     except UnicodeDecodeError as error:
         raise UserError(f"{place}, row {row}: not UTF-8: {error.reason}") from None
-    except pyarrow.ArrowException as error:
+    except (pyarrow.ArrowException, OSError) as error:
+        if isinstance(error, OSError) and error.errno is not None:  # the system's, not the library's
+            raise
         raise UserError(f"{place} is not a readable parquet file: {str(error).splitlines()[0]}") from None
 
 

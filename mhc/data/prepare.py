@@ -13,6 +13,7 @@ import argparse
 import contextlib
 import dataclasses
 import fcntl
+import io
 import itertools
 import json
 import multiprocessing
@@ -36,14 +37,17 @@ from mhc.config import DataConfig
 from mhc.data import tokenizers
 from mhc.data.files import TextFiles, held_out, piece_size
 from mhc.data.packing import Tokenised, count_pieces, cut_text
-from mhc.data.places import Place, match, sha256
-from mhc.data.prepared import FORMAT, MANIFEST, ORIGIN, PLAN, TABLE, pack
+from mhc.data.places import Place, match, may_match, sha256
+from mhc.data.prepared import FORMAT, MANIFEST, ORIGIN, PLAN, TABLE, pack, parse, unpack
 from mhc.errors import UserError
 
 _WRITER = "group_size:1,zstd:1"  # of array_record: each record by itself
 _PART = ".part-"
-_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
+_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_LARGEST = 10**18  # bytes a shard
 _TELL_EVERY = 5.0  # seconds
+_ENDINGS = ("array_record", "npy")
+_READ_AT_ONCE = 256  # records
 
 Tell = Callable[[str], None]
 
@@ -78,24 +82,82 @@ def prepare(
     if not source.startswith("text:"):
         raise UserError(f"--source: given {source!r}, allowed: text:<glob>")
     given: dict[str, Any] = {"sequence_length": sequence_length, "holdout": holdout, "cache_dir": cache_dir}
+    if shard_size is not None and not 1 <= shard_size <= _LARGEST:
+        raise UserError(f"--shard_size: given {shard_size}, allowed: from 1 byte to {_LARGEST:,}")
     chosen = {name: value for name, value in given.items() if value is not None}
     data = DataConfig(source=source, tokenizer=tokenizer, field=field, **chosen)
     folder = cli.check_writable(os.path.expanduser(out), "--out")
-    folder.mkdir(parents=True, exist_ok=True)
-    with _alone(folder):
-        return _prepare(data, folder, whole, workers or os.cpu_count() or 1, shard_size, tell)
+    _check_apart(data.source.removeprefix("text:"), folder)
+    new = not folder.exists()
+    with _writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+    try:
+        with _alone(folder):
+            return _prepare(data, folder, whole, workers or os.cpu_count() or 1, shard_size, tell)
+    finally:
+        if new:
+            with contextlib.suppress(OSError):  # not empty: the rule
+                folder.rmdir()
+
+
+def _check_apart(pattern: str, folder: Path) -> None:
+    """Raises UserError where the pattern matches what is written into the folder."""
+    names = (MANIFEST, ORIGIN, PLAN, "shard-00000.array_record", "shard-00000.npy")
+    if not remote.is_remote(pattern) and any(may_match(pattern, os.path.join(folder, name)) for name in names):
+        raise UserError(f"--out {folder}: --source text:{pattern} matches what is written there; name another folder")
+
+
+@contextlib.contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    """What the system says to writing, or array_record for it, is a line: no space left, a quota, no permission."""
+    try:
+        yield
+    except (OSError, RuntimeError) as error:
+        said = getattr(error, "strerror", None) or re.sub(r"^\w+\(\) failed: ", "", str(error).partition("; ")[0])
+        raise UserError(f"--out: cannot write {path}: {said}; once it can, the same command goes on") from None
 
 
 def _prepare(
     data: DataConfig, folder: Path, whole: bool, workers: int, shard_size: int | None, tell: Tell
 ) -> dict[str, Any]:
-    for left in folder.glob(f"{_PART}*"):
-        left.unlink()
-    chosen = tokenizers.load(data.tokenizer)
-    pattern = data.source.removeprefix("text:")
+    with _writing(folder):
+        for left in folder.glob(f"{_PART}*"):
+            left.unlink()
+        if (folder / PLAN).is_file():
+            _clear(folder)
     began = next((_read(folder / name) for name in (MANIFEST, PLAN) if (folder / name).is_file()), None)
     if began is None and {path.name for path in folder.iterdir()} - {ORIGIN}:  # which is the first to be written
         raise UserError(f"--out {folder}: holds other files; name a new folder")
+    try:
+        return _go_on(data, folder, whole, workers, shard_size, began, tell)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            for left in folder.glob(f"{_PART}*"):  # perhaps what filled the disk
+                left.unlink()
+            _clear(folder)
+        raise
+
+
+def _clear(folder: Path) -> None:
+    """Removes what was written of a preparation that has made no shard: it would only stand in the next one's way."""
+    if (folder / MANIFEST).exists() or any(folder.glob("shard-*.array_record")):
+        return
+    for path in (folder / ORIGIN, folder / PLAN, *folder.glob(f"{_PART}*"), *folder.glob("shard-*.npy")):
+        path.unlink(missing_ok=True)
+
+
+def _go_on(
+    data: DataConfig,
+    folder: Path,
+    whole: bool,
+    workers: int,
+    shard_size: int | None,
+    began: dict[str, Any] | None,
+    tell: Tell,
+) -> dict[str, Any]:
+    """Args: began: the plan or manifest in the folder."""
+    chosen = tokenizers.load(data.tokenizer)
+    pattern = data.source.removeprefix("text:")
     places = match("text", pattern)
     size = sum(place.size for place in places)
     plan: dict[str, Any] = {
@@ -109,32 +171,93 @@ def _prepare(
         "shard_size": shard_size or min(max(size // 64, 10**6), 256 * 10**6),
         "files": _describe(places, _known(folder, began), tell),
     }
-    if began is None:
-        origin = {"pattern": pattern, "files": {place.name: _origin(place) for place in places}}
-        _write(folder / ORIGIN, origin)
-        _write(folder / PLAN, plan)
-    else:
+    if began is not None:
         _check_same(plan, began, places, folder, explicit=shard_size is not None)
         plan = {name: began[name] for name in plan}
-        if "shards" in began:
-            tell(f"{folder} is prepared already")
+    if began is None or not (folder / ORIGIN).is_file():
+        origin = {"pattern": pattern, "files": {place.name: _origin(place) for place in places}}
+        _write(folder / ORIGIN, origin)
+    if began is None:
+        _write(folder / PLAN, plan)
+    finished = began is not None and "shards" in began
+    damaged: list[str] = []
+    if began is not None and finished:
+        with _writing(folder):
             (folder / PLAN).unlink(missing_ok=True)
+        damaged = _damaged(began["shards"], folder, tell)
+        if not damaged:
+            tell(f"{folder} is prepared already")
             return began
+        tell(f"{len(damaged)} shard(s) are damaged or missing and are made anew: {', '.join(damaged)}")
     tell(f"finding the documents of {len(places)} file(s)")
     documents = TextFiles(data, pattern, "train", whole=True)
     found = documents.index
     held = np.ones(len(documents), bool)
     if not whole:
         held = held_out(found.owner, found.number, documents.names, data.holdout)
-    shards = _run(list(_jobs(documents, held, folder, plan["shard_size"])), data, workers, tell)
+    jobs = list(_jobs(documents, held, folder, plan["shard_size"]))
+    if began is not None and finished:
+        planned = [(job.name, len(job.documents)) for job in jobs]
+        if planned != [(shard["name"], shard["documents"]) for shard in began["shards"]]:
+            raise UserError(
+                f"{folder / MANIFEST} is damaged (its shards are not those of the corpus): remove the folder, and "
+                "start again"
+            )
+        jobs = [job for job in jobs if job.name in damaged]
+        with _writing(folder):
+            for name in damaged:  # a run that starts meanwhile says that they are missing
+                for ending in _ENDINGS:
+                    (folder / f"{name}.{ending}").unlink(missing_ok=True)
+    shards = _run(jobs, data, workers, tell)
     for before, now in itertools.zip_longest(places, match("text", pattern)):
         if before != now:
-            raise UserError(f"{before or now} has changed while it was prepared: remove {folder}, and start again")
+            raise _changed(str(before or now), folder)
+    if began is not None and finished:
+        for shard in shards:
+            if shard not in began["shards"]:
+                raise UserError(
+                    f"--out {folder}: {shard['name']} made anew is not what {MANIFEST} says, perhaps for another "
+                    "version of array_record or numpy: name a new folder"
+                )
+        tell(f"{folder} is whole again")
+        return began
     totals = {name: sum(shard[name] for shard in shards) for name in ("documents", "tokens", "bytes")}
     manifest = {**plan, **totals, "shards": shards}
     _write(folder / MANIFEST, manifest)
-    (folder / PLAN).unlink()
+    with _writing(folder):
+        (folder / PLAN).unlink()
     return manifest
+
+
+def _damaged(shards: list[dict[str, Any]], folder: Path, tell: Tell) -> list[str]:
+    """Names of the shards whose files are missing or have another size or SHA-256 than in the manifest."""
+    total = sum(shard["files"][ending]["size"] for shard in shards for ending in _ENDINGS)
+    tell(f"checking {len(shards)} shard(s), {total / 1e6:,.1f} MB")
+
+    def is_whole(shard: dict[str, Any]) -> bool:
+        for ending in _ENDINGS:
+            about = shard["files"][ending]
+            path = folder / f"{shard['name']}.{ending}"
+            try:
+                if path.stat().st_size != about["size"] or sha256(path) != about["sha256"]:
+                    return False
+            except OSError:  # missing, or a sector that cannot be read
+                return False
+        return True
+
+    found, told = [], time.monotonic()
+    with futures.ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:  # hashing lets go of the interpreter
+        for number, (shard, whole) in enumerate(zip(shards, pool.map(is_whole, shards), strict=True)):
+            if not whole:
+                found.append(shard["name"])
+            if time.monotonic() - told > _TELL_EVERY:
+                told = time.monotonic()
+                tell(f"checked {number + 1} of {len(shards)} shard(s)")
+    return found
+
+
+def _changed(what: str, folder: Path) -> UserError:
+    return UserError(f"{what} has changed while it was prepared: remove {folder}, and start again")
 
 
 # What is prepared -----------------------------------------------------------------------------------------------------
@@ -147,10 +270,14 @@ def _origin(place: Place) -> dict[str, Any]:
 
 def _known(folder: Path, began: dict[str, Any] | None) -> dict[tuple[str, int, int], str]:
     """Checksums by name, size and time of change, as of the folder's beginning."""
-    if began is None:
+    if began is None or not (folder / ORIGIN).is_file():
         return {}
-    versions = {name: place["version"] for name, place in _read(folder / ORIGIN)["files"].items()}
-    return {(file["name"], file["size"], versions[file["name"]]): file["checksum"] for file in began["files"]}
+    origin = _read(folder / ORIGIN)["files"]
+    return {
+        (file["name"], file["size"], origin[file["name"]]["version"]): file["checksum"]
+        for file in began["files"]
+        if file["name"] in origin
+    }
 
 
 def _describe(places: list[Place], known: dict[tuple[str, int, int], str], tell: Tell) -> list[dict[str, Any]]:
@@ -178,8 +305,11 @@ def _check_same(
         if name == "shard_size" and not explicit:  # it follows from the files
             continue
         theirs, ours = (given["hash"] if name == "tokenizer" else given for given in (began[name], plan[name]))
+        if name == "whole" and theirs != ours:
+            was, now = ("with" if given else "without" for given in (theirs, ours))
+            raise UserError(f"--out {folder} was begun {was} --validation, now it is {now}: {remedy}")
         if name != "files" and theirs != ours:
-            raise UserError(f"--out {folder} was begun with {name}={theirs}, now it is {ours}: {remedy}")
+            raise UserError(f"--out {folder} was begun with --{name} {theirs}, now it is {ours}: {remedy}")
     before = {file["name"]: file for file in began["files"]}
     paths = {place.name: place.path for place in places}
     for file in plan["files"]:
@@ -194,7 +324,8 @@ def _check_same(
 @contextlib.contextmanager
 def _alone(folder: Path) -> Iterator[None]:
     """Holds the folder against other processes of this machine, until the process ends."""
-    handle = os.open(folder, os.O_RDONLY)
+    with _writing(folder):
+        handle = os.open(folder, os.O_RDONLY)
     try:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -207,20 +338,21 @@ def _alone(folder: Path) -> Iterator[None]:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        found: dict[str, Any] = json.loads(path.read_text("utf-8"))
-    except ValueError:
-        raise UserError(f"{path} is not JSON; remove the folder and start again") from None
-    return found
+        content = path.read_bytes()
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}") from None
+    return parse(path, content)
 
 
 def _write(path: Path, content: dict[str, Any]) -> None:
     """As a whole or not at all."""
     part = path.with_name(f"{_PART}{path.name}")
-    with part.open("w", encoding="utf-8") as file:
-        file.write(json.dumps(content, indent=1, ensure_ascii=False) + "\n")
-        file.flush()
-        os.fsync(file.fileno())
-    part.replace(path)
+    with _writing(path):
+        with part.open("w", encoding="utf-8") as file:
+            file.write(json.dumps(content, indent=1, ensure_ascii=False) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        part.replace(path)
 
 
 # Shards ---------------------------------------------------------------------------------------------------------------
@@ -348,12 +480,12 @@ class _Clock:
 
 
 def _make(job: _Job) -> dict[str, Any]:
-    """Makes a shard unless it is there, and describes it."""
-    paths = {ending: job.folder / f"{job.name}.{ending}" for ending in ("array_record", "npy")}
-    kept = all(path.is_file() for path in paths.values())
-    if not kept:
-        _make_files(job, paths)
-    table = np.load(paths["npy"])
+    """Makes a shard unless it is there as a whole, and describes it."""
+    paths = {ending: job.folder / f"{job.name}.{ending}" for ending in _ENDINGS}
+    table = _read_whole(job, paths)
+    kept = table is not None
+    if table is None:
+        table = _make_files(job, paths)
     return {
         "name": job.name,
         "documents": len(table),
@@ -364,31 +496,108 @@ def _make(job: _Job) -> dict[str, Any]:
     }
 
 
-def _make_files(job: _Job, paths: dict[str, Path]) -> None:
+_KEYS = {"file": "owner", "start": "start", "stop": "stop", "number": "number", "ends": "ends"}  # of the index
+
+
+def _read_whole(job: _Job, paths: dict[str, Path]) -> np.ndarray | None:
+    """The table of a shard that is there; None where it is not, or not what its documents give.
+
+    Reading costs little beside tokenising: so every record is read, and its ids and bytes are counted.
+    """
+    from array_record.python.array_record_module import ArrayRecordReader
+
+    if not all(path.is_file() for path in paths.values()):
+        return None
+    empty, stored = io.BytesIO(), b""
+    np.save(empty, np.zeros(len(job.documents), TABLE))
+    with contextlib.suppress(OSError):
+        stored = paths["npy"].read_bytes()
+    header = len(empty.getvalue()) - len(job.documents) * TABLE.itemsize
+    if len(stored) != len(empty.getvalue()) or stored[:header] != empty.getvalue()[:header]:
+        return None
+    table = np.frombuffer(stored, TABLE, offset=header)
+    if any(not np.array_equal(table[ours], getattr(job.documents.index, theirs)) for ours, theirs in _KEYS.items()):
+        return None
+    reader = ArrayRecordReader(str(paths["array_record"]))
+    try:
+        if reader.num_records() != len(table):
+            return None
+        for start in range(0, len(table), _READ_AT_ONCE):
+            rows = table[start : start + _READ_AT_ONCE]
+            for row, record in zip(rows, reader.read(start, start + len(rows)), strict=True):
+                document = unpack(record)
+                lengths = _Worker.tokenizer.byte_lengths[document.ids] if document.lengths is None else document.lengths
+                size = int(lengths.sum(dtype=np.int64)) + int(document.rests.sum(dtype=np.int64))
+                if (len(document.ids), size) != (row["ids"], row["bytes"]):
+                    return None
+    except (RuntimeError, ValueError, IndexError):
+        return None
+    finally:
+        with contextlib.suppress(RuntimeError):
+            reader.close()
+    return table
+
+
+def _make_files(job: _Job, paths: dict[str, Path]) -> np.ndarray:
+    """Writes both files of a shard; the table. Raises UserError where a file cannot be written or has changed."""
     from array_record.python.array_record_module import ArrayRecordWriter
 
     parts = {ending: path.with_name(f"{_PART}{path.name}") for ending, path in paths.items()}
-    documents, index, size = job.documents, job.documents.index, piece_size(_Worker.data)
+    documents, size = job.documents, piece_size(_Worker.data)
     pieces = np.where(job.held, 1, count_pieces(documents.sizes, size))
     table = np.zeros(len(documents), TABLE)
-    for ours, theirs in {"file": "owner", "start": "start", "stop": "stop", "number": "number", "ends": "ends"}.items():
-        table[ours] = getattr(index, theirs)
-    writer = ArrayRecordWriter(str(parts["array_record"]), _WRITER)
+    for ours, theirs in _KEYS.items():
+        table[ours] = getattr(documents.index, theirs)
+    with _writing(paths["array_record"]):
+        writer = ArrayRecordWriter(str(parts["array_record"]), _WRITER)
     try:
         for number in range(len(documents)):
-            text = documents[number]
+            text = _text(documents, number, job.folder)
             document = _tokenise(cut_text(text, int(pieces[number]), size))
-            writer.write(pack(document))
+            with _writing(paths["array_record"]):
+                writer.write(pack(document))
             table[number]["ids"], table[number]["bytes"] = len(document.ids), len(text)
             _Worker.count(1, len(document.ids), int(documents.sizes[number]))
-    finally:
+    except BaseException:
+        with contextlib.suppress(RuntimeError):
+            writer.close()
+        raise
+    with _writing(paths["array_record"]):
         writer.close()
-    with parts["npy"].open("wb") as file:
+    _check_unchanged(documents, job.folder)
+    with _writing(paths["npy"]), parts["npy"].open("wb") as file:
         np.save(file, table)
-    for ending in ("npy", "array_record"):  # a shard is there when both are
-        with parts[ending].open("rb") as file:
-            os.fsync(file.fileno())
-        parts[ending].replace(paths[ending])
+    for ending in reversed(_ENDINGS):  # a shard is there when both are
+        with _writing(paths[ending]):
+            with parts[ending].open("rb") as file:
+                os.fsync(file.fileno())
+            parts[ending].replace(paths[ending])
+    return table
+
+
+def _text(documents: TextFiles, number: int, folder: Path) -> bytes:
+    try:
+        return documents[number]
+    except UserError:
+        _check_unchanged(documents, folder)
+        raise
+    except OSError as error:
+        _check_unchanged(documents, folder)
+        raise UserError(f"{documents.name(number)} cannot be read: {error.strerror}") from None
+
+
+def _check_unchanged(documents: TextFiles, folder: Path) -> None:
+    """Raises UserError for a local file of these documents of another size or time of change than at the start."""
+    for number in np.unique(documents.index.owner).tolist():
+        place = documents.places[number]
+        if remote.is_remote(place.path):
+            continue
+        try:
+            state = os.stat(place.path)
+        except OSError:
+            raise _changed(place.path, folder) from None
+        if (state.st_size, state.st_mtime_ns) != (place.size, place.version):
+            raise _changed(place.path, folder)
 
 
 def _tokenise(texts: Sequence[bytes]) -> Tokenised:
@@ -405,10 +614,19 @@ def _tokenise(texts: Sequence[bytes]) -> Tokenised:
 
 
 def _size(text: str) -> int:
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]B|)", text.strip())
-    if found is None or not (size := int(float(found[1]) * _UNITS[found[2]])):
-        raise UserError(f"--shard_size: given {text!r}, allowed: bytes, or as in 64MB (KB, MB, GB)")
-    return size
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]B|)", text.strip())
+    size = 0.0 if found is None else float(found[1]) * _UNITS[found[2]]
+    if not 1 <= size <= _LARGEST:
+        raise UserError(
+            f"--shard_size: given {text!r}, allowed: bytes, or as in 64MB (KB, MB, GB, TB), up to "
+            f"{_LARGEST // 10**12:,}TB"
+        )
+    return int(size)
+
+
+def _in_own_options(message: str) -> str:
+    """A complaint about a field of `data` by the name of this program's option."""
+    return re.sub(r"(?<![\w/.-])data\.(source|tokenizer|field|sequence_length|holdout|cache_dir)\b", r"--\1", message)
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -434,19 +652,22 @@ def main(arguments: Sequence[str]) -> int:
     options: argparse.Namespace = parser.parse_args(arguments)
     if options.workers is not None and options.workers < 1:
         raise UserError(f"--workers: given {options.workers}, allowed: 1 or more")
-    manifest = prepare(
-        options.source,
-        options.out,
-        tokenizer=options.tokenizer,
-        field=options.field,
-        sequence_length=options.sequence_length,
-        holdout=options.holdout,
-        whole=options.validation,
-        workers=options.workers,
-        shard_size=options.shard_size,
-        cache_dir=options.cache_dir,
-        tell=lambda line: print(line, file=sys.stderr, flush=True),
-    )
+    try:
+        manifest = prepare(
+            options.source,
+            options.out,
+            tokenizer=options.tokenizer,
+            field=options.field,
+            sequence_length=options.sequence_length,
+            holdout=options.holdout,
+            whole=options.validation,
+            workers=options.workers,
+            shard_size=options.shard_size,
+            cache_dir=options.cache_dir,
+            tell=lambda line: print(line, file=sys.stderr, flush=True),
+        )
+    except UserError as error:
+        raise UserError(_in_own_options(str(error))) from None
     print(
         f"{options.out}: {manifest['documents']:,} documents, {manifest['tokens']:,} tokens, "
         f"{manifest['bytes']:,} bytes of text in {len(manifest['shards'])} shard(s)"

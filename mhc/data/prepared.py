@@ -17,10 +17,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
+import io
 import json
 import logging
 import os
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +50,76 @@ TABLE = np.dtype(
     ]
 )
 _log = logging.getLogger(__name__)
+
+
+# The folder's own files -----------------------------------------------------------------------------------------------
+
+_PLANNED = {
+    "source": str,
+    "field": str,
+    "tokenizer": {"name": str, "hash": str, "vocabulary": int},
+    "sequence_length": int,
+    "holdout": float,
+    "whole": bool,
+    "shard_size": int,
+    "files": [{"name": str, "size": int, "checksum": str}],
+}
+_STORED = {"size": int, "sha256": str}
+_COUNTS = {"documents": int, "tokens": int, "bytes": int}
+_SHARD = {"name": str, **_COUNTS, "files": {"array_record": _STORED, "npy": _STORED}}
+_FORMS: dict[str, Any] = {
+    PLAN: _PLANNED,
+    MANIFEST: {**_PLANNED, **_COUNTS, "shards": [_SHARD]},
+    ORIGIN: {"files": {str: {"path": str, "version": int}}},
+}
+
+
+def parse(path: remote.Folder, content: bytes) -> dict[str, Any]:
+    """One of the folder's JSON files, by its name. Raises UserError where keys are missing or of another type."""
+    form = _FORMS[path.name]
+    remedy = f"remove the folder {path.parent}, and prepare it again"
+    if path.name == ORIGIN:
+        remedy = "remove it: nothing is compared without it"
+    try:
+        found: dict[str, Any] = json.loads(content)
+        fault = _fault(found, {"format": int} if path.name != ORIGIN else {}, "")
+    except (ValueError, RecursionError) as error:
+        fault = f"it is not JSON: {str(error).splitlines()[0]}"
+    if not fault and path.name != ORIGIN and found["format"] != FORMAT:
+        raise UserError(
+            f"{path} has the format {found['format']}, this version reads {FORMAT}; prepare it again in a new folder"
+        )
+    fault = fault or _fault(found, form, "")
+    if not fault and path.name == MANIFEST and not found["shards"]:
+        fault = "it has no shard"
+    if not fault and path.name != ORIGIN and not found["shard_size"]:
+        fault = "shard_size is 0"
+    if fault:
+        raise UserError(f"{path} is damaged ({fault}): {remedy}")
+    return found
+
+
+def _fault(value: Any, form: Any, where: str) -> str:
+    """What is not of the form, or "": a type, [the form of each item], {key: form}, {str: the form of every value}."""
+    kind: Any = form if isinstance(form, type) else type(form)
+    items: Iterable[tuple[str, Any, Any]]
+    if type(value) is not kind and not (kind is float and type(value) is int):
+        return f"{where or 'it'} is no {_KINDS[kind]}"
+    if kind is list:
+        items = ((f"{where}[{index}]", item, form[0]) for index, item in enumerate(value))
+    elif kind is dict and str in form:
+        items = ((f"{where}[{key!r}]", item, form[str]) for key, item in value.items())
+    elif kind is dict:
+        missing = next((key for key in form if key not in value), None)
+        if missing is not None:
+            return f"{where or 'it'} has no {missing!r}"
+        items = ((f"{where}.{key}".lstrip("."), value[key], of) for key, of in form.items())
+    else:
+        return f"{where} is out of range" if kind is int and not 0 <= value < 1 << 63 else ""
+    return next(filter(None, (_fault(item, of, name) for name, item, of in items)), "")
+
+
+_KINDS = {str: "string", int: "whole number", float: "number", bool: "true or false", list: "list", dict: "object"}
 
 
 # Records --------------------------------------------------------------------------------------------------------------
@@ -111,8 +183,9 @@ class Prepared:
         self._where = _local(folder, content, self.manifest, data)
         _check_unchanged(self._where, self.manifest, self.label)
         shards = self.manifest["shards"]
-        table = np.concatenate([np.load(self._where / f"{shard['name']}.npy") for shard in shards])
         self._names: list[str] = [file["name"] for file in self.manifest["files"]]
+        table = np.concatenate([self._table_of(shard) for shard in shards])
+        self._first = np.cumsum([0, *(shard["documents"] for shard in shards)])
         self._records = np.arange(len(table))
         if not whole:
             wanted = of_split(table["file"], table["number"], self._names, data.holdout, split, self.label)
@@ -133,7 +206,38 @@ class Prepared:
         return len(self._records)
 
     def __getitem__(self, index: int) -> Tokenised:
-        return unpack(self._reader[int(self._records[index])])
+        """Raises UserError for a record that cannot be read: array_record has a hash of each."""
+        record = int(self._records[index])
+        try:
+            document = unpack(self._reader[record])
+            if len(document.ids) != self._table["ids"][index]:
+                raise ValueError("the number of ids is another than in the table")
+        except (RuntimeError, ValueError, IndexError) as error:
+            shard = self.manifest["shards"][int(np.searchsorted(self._first, record, side="right")) - 1]["name"]
+            said = str(error).splitlines()[0] if str(error) else type(error).__name__
+            if "Too many open files" in said:
+                raise UserError(
+                    f"{self.label}: {shard}.array_record cannot be opened: too many open files; raise ulimit -n above "
+                    f"the number of shards, {len(self.manifest['shards'])}, or prepare it with a larger --shard_size"
+                ) from None
+            raise self._damaged(f"{shard}.array_record", said) from None
+        return document
+
+    def _table_of(self, shard: dict[str, Any]) -> np.ndarray:
+        name = f"{shard['name']}.npy"
+        content = (self._where / name).read_bytes()
+        if hashlib.sha256(content).hexdigest() != shard["files"]["npy"]["sha256"]:
+            raise self._damaged(name, f"its SHA-256 is not that in {MANIFEST}")
+        table: np.ndarray = np.load(io.BytesIO(content), allow_pickle=False)
+        if len(table) != shard["documents"] or table["file"].max(initial=-1) >= len(self._names):
+            raise UserError(
+                f"{self._where / MANIFEST} is damaged ({shard['documents']} documents of {len(self._names)} files in "
+                f"{shard['name']}, its table has {len(table)}): remove the folder, and prepare it again"
+            )
+        return table
+
+    def _damaged(self, name: str, why: str) -> UserError:
+        return _damaged(self.label, self._where / name, why)
 
     @functools.cached_property
     def sizes(self) -> np.ndarray:
@@ -166,12 +270,17 @@ class Prepared:
         fields = ("sequence_length",) if whole else ("sequence_length", "holdout")
         other = [name for name in fields if self.manifest[name] != getattr(self._data, name)]
         if other:
-            _log.warning(
-                "%s was prepared for %s, this run has %s: long documents are cut elsewhere than in the text itself",
-                self.label,
-                ", ".join(f"data.{name}={self.manifest[name]}" for name in other),
-                ", ".join(f"{getattr(self._data, name)}" for name in other),
+            theirs = ", ".join(f"data.{name}={self.manifest[name]}" for name in other)
+            ours = ", ".join(f"{getattr(self._data, name)}" for name in other)
+            _warn_once(
+                f"{self.label} was prepared for {theirs}, this run has {ours}: "
+                "long documents are cut elsewhere than in the text itself"
             )
+
+
+@functools.cache
+def _warn_once(line: str) -> None:
+    _log.warning("%s", line)
 
 
 def manifest_hash(data: DataConfig, source: str | None = None) -> str | None:
@@ -187,23 +296,21 @@ def manifest_hash(data: DataConfig, source: str | None = None) -> str | None:
 def _manifest(folder: str) -> tuple[bytes, dict[str, Any]]:
     """A folder's manifest, as bytes and as JSON."""
     place = remote.path(os.path.expanduser(folder))
-    content = remote.read(place / MANIFEST)
+    try:
+        content = remote.read(place / MANIFEST)
+    except PermissionError as error:
+        raise UserError(f"{place / MANIFEST} cannot be read: {error.strerror}") from None
     if content is None:
         if remote.read(place / PLAN) is not None:
             raise UserError(
                 f"prepared:{folder} is not prepared to the end (no {MANIFEST}); start python -m mhc.data.prepare again"
             )
+        made_there = isinstance(place, Path) and (not place.exists() or (place.is_dir() and not any(place.iterdir())))
+        out = folder if made_there else "DIR (a new folder), and name that"
         raise UserError(
-            f"prepared:{folder} has no {MANIFEST}; prepare it: python -m mhc.data.prepare --source … --out {folder}"
+            f"prepared:{folder} has no {MANIFEST}; prepare it: python -m mhc.data.prepare --source … --out {out}"
         )
-    try:
-        manifest: dict[str, Any] = json.loads(content)
-        found = manifest["format"]
-    except (ValueError, TypeError, KeyError):
-        raise UserError(f"{place / MANIFEST} is not the manifest of a prepared corpus") from None
-    if found != FORMAT:
-        raise UserError(f"{place / MANIFEST} has the format {found}, this version reads {FORMAT}; prepare it again")
-    return content, manifest
+    return content, parse(place / MANIFEST, content)
 
 
 def _local(folder: str, content: bytes, manifest: dict[str, Any], data: DataConfig) -> Path:
@@ -213,15 +320,23 @@ def _local(folder: str, content: bytes, manifest: dict[str, Any], data: DataConf
     if not isinstance(place, Path):
         where = cache_directory(data) / "prepared" / hashlib.sha256(content).hexdigest()[:24]
     for shard in manifest["shards"]:
-        for ending, about in shard["files"].items():
+        for ending in ("array_record", "npy"):
+            about = shard["files"][ending]
             name = f"{shard['name']}.{ending}"
             if not isinstance(place, Path) and not (where / name).exists():
                 _fetch(place / name, where / name, about["sha256"])
             if not (where / name).is_file():
                 raise UserError(f"prepared:{folder}: {name} is missing; prepare it again")
             if (where / name).stat().st_size != about["size"]:
-                raise UserError(f"prepared:{folder}: {name} is not of the size in {MANIFEST}; prepare it again")
+                raise _damaged(f"prepared:{folder}", where / name, f"not of the size in {MANIFEST}")
     return where
+
+
+def _damaged(label: str, file: Path, why: str) -> UserError:
+    """Of a shard's file; of a copy in the cache directory, its path."""
+    if remote.is_remote(label.removeprefix("prepared:")):
+        return UserError(f"{label}: its copy {file} is damaged ({why}): remove it, so that it is copied again")
+    return UserError(f"{label}: {file.name} is damaged ({why}); prepare it again, which makes it anew")
 
 
 def _fetch(source: remote.Folder, target: Path, digest: str) -> None:
@@ -248,7 +363,7 @@ def _check_unchanged(folder: Path, manifest: dict[str, Any], label: str) -> None
     origin = folder / ORIGIN
     if not origin.is_file():
         return
-    places = json.loads(origin.read_text("utf-8"))["files"]
+    places = parse(origin, origin.read_bytes())["files"]
     for file in manifest["files"]:
         place = places.get(file["name"])
         if place is None or remote.is_remote(place["path"]) or not os.path.isfile(place["path"]):

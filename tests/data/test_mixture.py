@@ -118,7 +118,7 @@ def test_order_depends_on_neither_processes_nor_prefetch_nor_interruption(mixed)
 
 def test_another_mixture_does_not_go_on(mixed):
     _, state = batches(mixed, 2)
-    with pytest.raises(UserError, match="the data position was saved with mixture="):
+    with pytest.raises(UserError, match=r"saved with another mixture in data\.source .*init_from"):
         batches(mixed.replace("=6*", "=5*"), 1, state=state)
 
 
@@ -176,7 +176,14 @@ def test_named_sets(mixed, tmp_path):
     ("fields", "message"),
     [
         ({"source": "mix:a=1*text:x"}, None),
-        ({"source": "mix:a=1*text:x; a=2*text:y"}, "data.source: given 'a', allowed: NAME=WEIGHT\\*SOURCE with a name"),
+        (
+            {"source": "mix:a=1*text:x; a=2*text:y"},
+            "data.source: the name 'a' is used twice, allowed: NAME=",
+        ),
+        ({"source": "mix: a = 1 * text:x "}, None),
+        ({"source": "mix:a=1e308*text:x; b=1e308*text:y"}, "data.source: the weights 1e\\+308, 1e\\+308 are too large"),
+        ({"source": "mix:a=1e-300*text:x; b=1e300*text:y"}, "data.source: the weights .* too far apart"),
+        ({"source": "mix:a=1* "}, "data.source: given 'a=1\\*'"),
         ({"source": "mix:a=0*text:x"}, "data.source: given '0', .*a weight above 0 \\(a\\)"),
         ({"source": "mix:a=inf*text:x"}, "data.source: given 'inf'"),
         ({"source": "mix:a=text:x"}, "data.source: given 'a=text:x', allowed: mix:NAME=WEIGHT\\*SOURCE;"),

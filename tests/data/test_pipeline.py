@@ -157,14 +157,16 @@ def test_a_position_saved_in_the_first_format_is_read(texts: DataConfig) -> None
 def test_states_of_another_run_are_refused(texts: DataConfig, tmp_path: Path) -> None:
     iterator = train_iterator(texts, BYTES, batch_size=8, seed=0)
     state = iterator.get_state()
-    for key, value in {"batch_size": 4, "seed": 1, "corpus": "0", "tokenizer": "x", "piece": 1, "format": 0}.items():
-        with pytest.raises(UserError, match=f"saved with {key}={value}, this run has {key}="):
+    fields = {"batch_size": "train.batch_size", "seed": "seed.data", "corpus": "corpus in data.source"}
+    fields |= {"tokenizer": "data.tokenizer", "piece": "data.sequence_length", "format": "form"}
+    for (key, field), value in zip(fields.items(), (4, 1, "0", "x", 1, 0), strict=True):
+        with pytest.raises(UserError, match=rf"saved with another {field}.*init_from \({key}: saved {value}, now"):
             iterator.set_state({**state, key: value})
     half = train_iterator(texts, BYTES, batch_size=8, seed=0, rows=range(4, 8)).get_state()
     with pytest.raises(UserError, match=r"has 4 rows of the batch, this process needs row 0 too"):
         iterator.set_state(half)
     (tmp_path / "texts" / "060.txt").write_text("one more document\n")
-    with pytest.raises(UserError, match="saved with corpus="):
+    with pytest.raises(UserError, match=r"saved with another corpus in data\.source"):
         train_iterator(texts, BYTES, batch_size=8, seed=0).set_state(state)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import itertools
@@ -10,6 +11,7 @@ import logging
 import os
 import random
 import re
+import resource
 import shutil
 import signal
 import subprocess
@@ -72,7 +74,7 @@ def prepared(data: DataConfig, out: Path, **options: Any) -> DataConfig:
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory: pytest.TempPathFactory, bpe: str) -> tuple[DataConfig, DataConfig]:
-    """A corpus of two files as text and prepared in seven shards."""
+    """A corpus of two files as text and prepared in fifteen shards."""
     folder = tmp_path_factory.mktemp("small")
     for number in range(2):
         write_lines(folder / "corpus" / f"{number}.jsonl", 30, number)
@@ -369,13 +371,13 @@ def test_what_is_wrong_with_a_prepared_folder_is_one_line(tmp_path: Path, small:
     manifest = (out / "manifest.json").read_text()
     shard = out / "shard-00003.array_record"
     shard.write_bytes(shard.read_bytes()[:-1])
-    says(r"prepared:.*/out: shard-00003\.array_record is not of the size in manifest\.json; prepare it again")
+    says(r"prepared:.*/out: shard-00003\.array_record is damaged \(not of the size in manifest\.json\); prepare it")
     shard.unlink()
     says(r"shard-00003\.array_record is missing; prepare it again")
     (out / "manifest.json").write_text(manifest.replace('"format": 1', '"format": 9'))
     says(r"out/manifest\.json has the format 9, this version reads 1; prepare it again")
     (out / "manifest.json").write_text("[]")
-    says(r"out/manifest\.json is not the manifest of a prepared corpus")
+    says(r"out/manifest\.json is damaged \(it is no object\): remove the folder .*/out, and prepare it again")
 
 
 @pytest.mark.parametrize(
@@ -383,14 +385,20 @@ def test_what_is_wrong_with_a_prepared_folder_is_one_line(tmp_path: Path, small:
     [
         (["--source", "tokens:a.npy"], "--source: given 'tokens:a.npy', allowed: text:<glob>"),
         (["--source", "text:{}/none/*"], r"text:.*none/\* matches no file"),
-        (["--tokenizer", "none.json"], "data.tokenizer: 'none.json' is neither"),
-        (["--sequence_length", "8"], r"--out .*/out was begun with sequence_length=16, now it is 8: name a new folder"),
-        (["--holdout", "0.1"], r"was begun with holdout=0\.2, now it is 0\.1"),
-        (["--tokenizer", "bytes"], r"was begun with tokenizer=\w{16}, now it is bytes-258"),
-        (["--validation"], "was begun with whole=False, now it is True"),
-        (["--shard_size", "10KB"], "was begun with shard_size=9000, now it is 10000"),
+        (["--tokenizer", "none.json"], "^--tokenizer: 'none.json' is neither"),
+        (
+            ["--sequence_length", "8"],
+            r"out was begun with --sequence_length 16, now it is 8: name a new folder",
+        ),
+        (["--holdout", "0.1"], r"was begun with --holdout 0\.2, now it is 0\.1"),
+        (["--tokenizer", "bytes"], r"was begun with --tokenizer \w{16}, now it is bytes-258"),
+        (["--validation"], "was begun without --validation, now it is with"),
+        (["--shard_size", "10KB"], "was begun with --shard_size 9000, now it is 10000"),
         (["--shard_size", "lots"], "--shard_size: given 'lots', allowed: bytes, or as in 64MB"),
         (["--shard_size", "0.1"], "--shard_size: given '0.1', allowed"),
+        (["--shard_size", "99999999999999999999GB"], "--shard_size: given .* up to 1,000,000TB"),
+        (["--shard_size", "1TB"], "was begun with --shard_size 9000, now it is 1000000000000"),
+        (["--out", "/proc/x"], "--out: cannot write /proc/x: No such file or directory|--out /proc/x: no permission"),
         (["--workers", "0"], "--workers: given 0, allowed: 1 or more"),
         (["--out", "{}/corpus"], "--out .*/corpus: holds other files; name a new folder"),
         (["--out", "gs://bucket/a"], "--out gs://bucket/a: a URL, allowed: the path of a folder"),
@@ -408,6 +416,273 @@ def test_a_mistake_on_the_command_line_is_one_line(
     with pytest.raises(UserError, match=message):
         prepare.main([*itertools.chain(*base.items()), *given])
     assert content(out) == before
+
+
+# --- damage
+
+
+def line(read: Callable[[], Any]) -> str:
+    """The line of the UserError; "" for none."""
+    try:
+        read()
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+Damage = tuple[str, Callable[[bytes], bytes]]
+DAMAGES: dict[str, Damage] = {
+    "flipped records": ("shard-00003.array_record", lambda b: b[:100] + bytes(255 - x for x in b[100:400]) + b[400:]),
+    "zeros for records": ("shard-00003.array_record", lambda b: bytes(len(b))),
+    "records cut short": ("shard-00003.array_record", lambda b: b[:-1]),
+    "no records": ("shard-00003.array_record", lambda b: b""),
+    "head of a table": ("shard-00003.npy", lambda b: b"\x00" * 6 + b[6:]),
+    "middle of a table": ("shard-00003.npy", lambda b: b[:-60] + bytes(255 - x for x in b[-60:-59]) + b[-59:]),
+    "table cut short": ("shard-00003.npy", lambda b: b[:-8]),
+}
+
+
+@pytest.mark.parametrize("case", DAMAGES)
+def test_damage_is_a_line_in_a_run_and_preparing_again_mends_it(
+    tmp_path: Path, small: tuple[DataConfig, DataConfig], case: str
+) -> None:
+    text, out = copied(small, tmp_path)
+    expected = content(out)
+    name, damage = DAMAGES[case]
+    (out / name).write_bytes(damage(expected[name]))
+    data = dataclasses.replace(text, source=f"prepared:{out}")
+    said = line(lambda: [list(documents(data, split)) for split in ("train", "validation")])
+    assert re.fullmatch(
+        rf"prepared:.*/out: {re.escape(name)} is damaged \(.*\); prepare it again, which makes it anew", said
+    )
+    lines: list[str] = []
+    prepared(text, out, workers=1, tell=lines.append)
+    assert lines[0].startswith("checking 15 shard(s), ")
+    assert lines[1] == "1 shard(s) are damaged or missing and are made anew: shard-00003"
+    assert lines[-1] == f"{out} is whole again"
+    assert content(out) == expected
+
+
+def test_records_of_another_shard_are_noticed(tmp_path: Path, small: tuple[DataConfig, DataConfig]) -> None:
+    text, out = copied(small, tmp_path)
+    manifest = json.loads((out / "manifest.json").read_text())
+    same_count: dict[int, list[str]] = {}
+    for shard in manifest["shards"]:
+        same_count.setdefault(shard["documents"], []).append(shard["name"])
+    one, other, *_ = next(names for names in same_count.values() if len(names) > 1)
+    (out / f"{one}.array_record").write_bytes((out / f"{other}.array_record").read_bytes())
+    data = dataclasses.replace(text, source=f"prepared:{out}")
+    with pytest.raises(UserError, match=rf"{one}\.array_record is damaged"):
+        list(documents(data, "train"))
+
+
+@pytest.mark.parametrize("case", DAMAGES)
+def test_a_half_done_folder_keeps_whole_shards_only(
+    begun: tuple[DataConfig, Path, dict[str, bytes]], case: str
+) -> None:
+    data, out, expected = begun
+    name, damage = DAMAGES[case]
+    name = name.replace("00003", "00001")
+    (out / name).write_bytes(damage(expected[name]))
+    kept = (out / "shard-00000.array_record").stat().st_mtime_ns
+    prepared(data, out, workers=1)
+    assert content(out) == expected
+    assert (out / "shard-00000.array_record").stat().st_mtime_ns == kept
+
+
+def edits(value: Any) -> Iterator[Any]:
+    """The value with one key gone or one value of another kind, at every depth; of a list, its first item."""
+    keys = list(value) if isinstance(value, dict) else range(min(len(value), 1)) if isinstance(value, list) else []
+    for key in keys:
+        rest = (
+            value[:key] + value[key + 1 :] if isinstance(value, list) else {k: v for k, v in value.items() if k != key}
+        )
+        if isinstance(value, dict):
+            yield rest
+        for other in (None, -1, "x", [], {}, *edits(value[key])):
+            made = list(value) if isinstance(value, list) else dict(value)
+            made[key] = other
+            yield made
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "origin.json", "plan.json"])
+def test_a_file_of_the_folder_that_was_edited_is_a_line(
+    tmp_path: Path, small: tuple[DataConfig, DataConfig], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever was edited: what reads the folder goes on or says a line."""
+    text, out = copied(small, tmp_path)
+
+    def nothing(*_: Any) -> list[dict[str, Any]]:
+        raise UserError("nothing is made here")
+
+    monkeypatch.setattr(prepare, "_run", nothing)
+    data = dataclasses.replace(text, source=f"prepared:{out}")
+    first = json.loads((out / ("origin.json" if name == "origin.json" else "manifest.json")).read_text())
+    if name == "plan.json":
+        (out / "manifest.json").unlink()
+        for key in ("shards", "documents", "tokens", "bytes"):
+            del first[key]
+    refused = 0
+    contents = [b"", b"\xff", b"[" * 100_000, b"[]", b"null", *(json.dumps(one).encode() for one in edits(first))]
+    for each in contents:
+        (out / name).write_bytes(each)
+        for read in (lambda: open_source(data, "train"), lambda: prepared(text, out)):
+            said = line(read)
+            assert "\n" not in said
+            refused += f"{name} is damaged (" in said
+    assert refused > len(contents) * (0.5 if name == "plan.json" else 0.9)
+
+
+def test_a_manifest_that_does_not_go_with_its_tables_is_a_line(
+    tmp_path: Path, small: tuple[DataConfig, DataConfig]
+) -> None:
+    text, out = copied(small, tmp_path)
+    data = dataclasses.replace(text, source=f"prepared:{out}")
+    manifest = json.loads((out / "manifest.json").read_text())
+    wrong = json.loads(json.dumps(manifest))
+    wrong["shards"][2]["documents"] += 1
+    for edited in (wrong, {**manifest, "files": manifest["files"][:1]}):
+        (out / "manifest.json").write_text(json.dumps(edited))
+        with pytest.raises(UserError, match=r"manifest\.json is damaged \(\d+ documents of \d files in shard-"):
+            open_source(data, "train")
+
+
+def test_without_its_origin_a_folder_is_compared_by_content(
+    tmp_path: Path, small: tuple[DataConfig, DataConfig]
+) -> None:
+    text, out = copied(small, tmp_path)
+    (out / "origin.json").unlink()
+    lines: list[str] = []
+    prepared(text, out, tell=lines.append)
+    assert lines[-1] == f"{out} is prepared already"
+    assert json.loads((out / "origin.json").read_text())["files"].keys() == {"0.jsonl", "1.jsonl"}
+    changed(tmp_path / "corpus" / "1.jsonl")
+    with pytest.raises(UserError, match=r"1\.jsonl has changed since .*/out was begun"):
+        prepared(text, out)
+
+
+@contextlib.contextmanager
+def small_disk(size: int) -> Iterator[None]:
+    """No file may become larger: what a full disk is to a program, with another reason."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.parametrize("size", [0, 300, 30_000])
+def test_a_full_disk_is_a_line_and_the_same_command_goes_on(
+    tmp_path: Path, small: tuple[DataConfig, DataConfig], size: int
+) -> None:
+    """At the first file, at the second, at a shard."""
+    text, _ = copied(small, tmp_path)
+    out = tmp_path / "new"
+    where = "shard-0000\\d.array_record" if size > 300 else "(origin|plan).json"
+    with (
+        small_disk(size),
+        pytest.raises(UserError, match=rf"--out: cannot write .*/new/{where}: File too large; once it can, the same"),
+    ):
+        prepared(text, out, workers=1, shard_size=9000)
+    assert not out.exists()
+    prepared(text, out, workers=1, shard_size=9000)
+    assert {k: v for k, v in content(out).items() if k != "origin.json"} == {
+        k: v for k, v in content(tmp_path / "out").items() if k != "origin.json"
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", [0, 2])
+def test_damage_is_the_line_of_the_run(tmp_path: Path, small: tuple[DataConfig, DataConfig], workers: int) -> None:
+    text, out = copied(small, tmp_path)
+    shard = out / "shard-00003.array_record"
+    stored = shard.read_bytes()
+    shard.write_bytes(stored[:100] + bytes(len(stored) - 100))
+    data = dataclasses.replace(text, source=f"prepared:{out}", workers=workers, holdout=0.0)
+    iterator = train_iterator(data, tokenizers.load(text.tokenizer), batch_size=4, seed=1)
+    said = line(lambda: take(iterator, 500))
+    iterator.close()
+    assert re.fullmatch(r"prepared:.*/out: shard-00003\.array_record is damaged \(.*\); prepare it again.*", said)
+
+
+@pytest.mark.slow
+def test_a_full_disk_is_the_line_of_the_process_that_found_it(
+    tmp_path: Path, small: tuple[DataConfig, DataConfig]
+) -> None:
+    text, _ = copied(small, tmp_path)
+    with small_disk(30_000), pytest.raises(UserError, match=r"cannot write .*/new/shard-.*: File too large"):
+        prepared(text, tmp_path / "new", workers=2, shard_size=9000)
+    assert not (tmp_path / "new").exists()
+
+
+# --- what stands in the way
+
+
+def test_a_preparation_that_made_nothing_leaves_nothing(tmp_path: Path, small: tuple[DataConfig, DataConfig]) -> None:
+    text, _ = copied(small, tmp_path)
+    broken = tmp_path / "corpus" / "1.jsonl"
+    good = broken.read_bytes()
+    broken.write_bytes(good + b"\n{")
+    with pytest.raises(UserError, match="not JSON"):
+        prepared(text, tmp_path / "new", workers=1)
+    assert not (tmp_path / "new").exists()
+    (tmp_path / "own").mkdir()
+    with pytest.raises(UserError, match="not JSON"):
+        prepared(text, tmp_path / "own", workers=1)
+    assert not list((tmp_path / "own").iterdir())
+    # As a kill leaves it: a plan for another text without a shard.
+    plan = {**json.loads((tmp_path / "out" / "manifest.json").read_text()), "files": []}
+    (tmp_path / "own" / "plan.json").write_text(json.dumps(plan))
+    (tmp_path / "own" / "origin.json").write_text("{}")
+    (tmp_path / "own" / "shard-00000.npy").write_bytes(b"")
+    broken.write_bytes(good)
+    prepared(text, tmp_path / "own", workers=1, shard_size=9000)
+    assert manifest_hash(dataclasses.replace(text, source=f"prepared:{tmp_path}/own")) == manifest_hash(small[1])
+
+
+@pytest.mark.parametrize(
+    ("pattern", "out", "inside"),
+    [
+        ("corpus/**", "corpus/out", True),
+        ("corpus/**/*", "corpus/a/out", True),
+        ("corpus/*/*", "corpus/out", True),
+        ("corpus/*/*", "corpus/a/out", False),
+        ("corpus/*", "corpus/out", False),
+        ("corpus/**/*.jsonl", "corpus/out", False),
+        ("corpus/**", "out", False),
+        ("corpus/**", "corpus/.out", False),
+    ],
+)
+def test_a_folder_that_the_source_matches_is_refused(tmp_path: Path, pattern: str, out: str, inside: bool) -> None:
+    write_lines(tmp_path / "corpus" / "0.jsonl", 3, 0, most=2)
+    write_lines(tmp_path / "corpus" / "a" / "0.jsonl", 3, 0, most=2)
+    data = raw(tmp_path, f"text:{tmp_path}/{pattern}", "bytes")
+    for _ in range(1 if inside else 2):
+        with contextlib.ExitStack() as stack:
+            if inside:
+                stack.enter_context(pytest.raises(UserError, match=r"--out .* matches what is written there; name a"))
+            prepared(data, tmp_path / out, workers=1)
+    assert (tmp_path / out).exists() != inside
+
+
+def test_a_file_that_changes_meanwhile_ends_the_shard_that_reads_it(
+    tmp_path: Path, small: tuple[DataConfig, DataConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data, _ = copied(small, tmp_path)
+    made: list[str] = []
+    make = prepare._make
+
+    def make_and_touch(job: Any) -> dict[str, Any]:
+        made.append(job.name)
+        if len(made) == 2:
+            os.utime(tmp_path / "corpus" / "0.jsonl", (1, 1))
+        return make(job)
+
+    monkeypatch.setattr(prepare, "_make", make_and_touch)
+    with pytest.raises(UserError, match=r"corpus/0\.jsonl has changed while it was prepared: remove .*/new"):
+        prepared(data, tmp_path / "new", workers=1, shard_size=9000)
+    assert len(made) < 5  # of fifteen
 
 
 def test_two_processes_do_not_prepare_the_same_folder(tmp_path: Path, small: tuple[DataConfig, DataConfig]) -> None:
@@ -429,7 +704,7 @@ def test_a_mistake_in_a_document_is_one_line_of_the_process_that_found_it(
             (tmp_path / "corpus" / "1.jsonl").write_text("[" * 10**6)
 
     monkeypatch.setattr(files.TextFiles, "_scan", scan_and_change)
-    with pytest.raises(UserError, match=r"1\.jsonl, line \d+: not JSON"):
+    with pytest.raises(UserError, match=r"1\.jsonl has changed while it was prepared: remove"):
         prepared(data, tmp_path / "new", workers=2)
     assert not (tmp_path / "new" / "manifest.json").exists()
 
