@@ -7,7 +7,7 @@
 Prints the first rows of the first batches exactly as training (or validation) gets them: for every segment its places,
 positions and text, with ⟨bos⟩ and ⟨eos⟩, and which targets count; ``--places`` a line for each place. Then, over
 ``--documents`` documents of the split, their number, tokens, bytes a token and lengths, and over the batches that were
-made the share of padding and of each source of a mixture.
+made the share of padding and of each source of a mixture. Of several validation sets, each by itself.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from mhc import cli
 from mhc.config import Config, shares
 from mhc.data import pipeline, tokenizers
 from mhc.data.packing import Batch
-from mhc.data.sources import Split
+from mhc.data.sources import Split, parts
 from mhc.data.tokenizers import Tokenizer
 from mhc.errors import UserError
 
@@ -68,19 +68,19 @@ def segments(tokenizer: Tokenizer, batch: Batch, row: int) -> list[Segment]:
     return found
 
 
-def read(config: Config, split: Split, batches: int) -> Iterator[Batch]:
-    """The first batches of training, or of each validation set one after the other (with ``set``, its name)."""
+def read(config: Config, split: Split, batches: int) -> Iterator[tuple[str, Batch]]:
+    """The first batches of training, or of each validation set one after the other; each with its set's name or ""."""
     tokenizer, size = tokenizers.load(config.data.tokenizer), config.train.batch_size
     if split == "train":
         data = dataclasses.replace(config.data, workers=0)  # a few batches: sooner read than processes started
         iterator = pipeline.train_iterator(data, tokenizer, batch_size=size, seed=config.seed.data)
         try:
-            yield from itertools.islice(iterator, batches)
+            yield from (("", batch) for batch in itertools.islice(iterator, batches))
         finally:
             iterator.close()
         return
     sets = pipeline.validation_sets(config.data, tokenizer, batch_size=size, batches=batches)
-    yield from itertools.chain.from_iterable(sets.values())
+    yield from ((name, batch) for name, of in sets.items() for batch in of)
 
 
 # Statistics -----------------------------------------------------------------------------------------------------------
@@ -151,12 +151,15 @@ def statistics(found: Lengths, batches: Sequence[Batch], config: Config) -> dict
 # The command line -----------------------------------------------------------------------------------------------------
 
 
-def describe_row(tokenizer: Tokenizer, batch: Batch, number: int, row: int, names: Sequence[str]) -> Iterator[str]:
-    """Lines on a row of batch ``number``."""
+def describe_row(
+    tokenizer: Tokenizer, batch: Batch, number: int, row: int, names: Sequence[str], of_set: str = ""
+) -> Iterator[str]:
+    """Lines on a row of batch ``number``; ``names`` are those of a mixture's sources."""
+    where = f"set {of_set}, " if of_set else ""
     of = f", of {names[int(batch['sources'][row])]}" if "sources" in batch else ""
     found = segments(tokenizer, batch, row)
     padding = int((batch["segment_ids"][row] == 0).sum())
-    yield f"batch {number}, row {row}{of}: {len(found)} segment(s), {padding} places of padding"
+    yield f"{where}batch {number}, row {row}{of}: {len(found)} segment(s), {padding} places of padding"
     for index, one in enumerate(found, start=1):
         text = one.text if len(one.text) <= WIDTH else f"{one.text[: WIDTH // 2]} … {one.text[-WIDTH // 2 :]}"
         whole = "all count" if one.counted == one.last - one.first + 1 else f"{one.counted} count"
@@ -221,11 +224,12 @@ def main(arguments: Sequence[str]) -> int:
         cli.check_file(options.json, "--json")
     tokenizer = tokenizers.load(config.data.tokenizer)
     names = [one.name for one in shares(config.data.source)]
-    batches = []
-    for number, batch in enumerate(read(config, options.split, options.batches)):
-        batches.append(batch)
+    batches: dict[str, list[Batch]] = {}
+    for name, batch in read(config, options.split, options.batches):
+        of_set = batches.setdefault(name, [])
+        of_set.append(batch)
         for row in range(min(options.rows, len(batch["tokens"]))):
-            print("\n".join(describe_row(tokenizer, batch, number, row, names)))
+            print("\n".join(describe_row(tokenizer, batch, len(of_set) - 1, row, names, name)))
             if options.places:
                 print("\n".join(describe_places(tokenizer, batch, row)))
     last = time.monotonic()
@@ -236,12 +240,20 @@ def main(arguments: Sequence[str]) -> int:
             last = time.monotonic()
             print(f"measured {done:,} of {total:,} documents", file=sys.stderr, flush=True)
 
-    said = statistics(lengths(config, options.split, options.documents, tell), batches, config)
-    print("\n".join(report(said)))
+    each = {"": config}
+    if options.split == "validation":
+        each = {one.name: dataclasses.replace(config, data=own) for one, own in parts(config.data, "validation")}
+    said = {
+        name: statistics(lengths(own, options.split, options.documents, tell), batches.get(name, []), config)
+        for name, own in each.items()
+    }
+    for name, of in said.items():
+        print("\n".join([*([f"set {name}:"] if name else []), *report(of)]))
     if options.json:
         from mhc.monitor.writers import write_json
 
-        write_json(options.json, {"split": options.split, "sequence_length": config.data.sequence_length, **said})
+        found = said.get("", {"sets": said})
+        write_json(options.json, {"split": options.split, "sequence_length": config.data.sequence_length, **found})
     return 0
 
 

@@ -54,7 +54,7 @@ def test_every_text_is_shown_once_and_counted(arguments, tmp_path, capsys):
 def test_segments_are_those_of_the_batch(arguments):
     parser = cli.Parser()
     config = cli.load_config(arguments[1], arguments[2:], parser)
-    (batch, *_) = inspect.read(config, "validation", 1)
+    ((_, batch), *_) = inspect.read(config, "validation", 1)
     tokenizer = tokenizers.load("bytes")
     shown = [one for row in range(4) for one in inspect.segments(tokenizer, batch, row)]
     assert shown[0].text == "⟨bos⟩one⟨eos⟩" and shown[0].positions == (0, 3)
@@ -62,6 +62,18 @@ def test_segments_are_those_of_the_batch(arguments):
     assert all(one.positions[1] - one.positions[0] == one.last - one.first for one in shown)
     lines = list(inspect.describe_places(tokenizer, batch, 0))
     assert len(lines) == 1 + 16 and "'⟨bos⟩' → 'o'" in lines[1] and "→ '⟨eos⟩'" in lines[4]
+
+
+def test_several_sets_are_told_apart(arguments, tmp_path, capsys):
+    file = tmp_path / "found.json"
+    named = [one.replace("=text:", "=sets:a=text:") for one in arguments if "validation" in one]
+    more = [f"{named[0]}; b=text:{tmp_path}/1.txt", "--split", "validation", "--json", str(file), "--documents", "0"]
+    assert inspect.main([*arguments, *more]) == 0
+    out = capsys.readouterr().out
+    assert "set a, batch 0, row 0: " in out and "set b, batch 0, row 1: " in out and "set b, batch 1" not in out
+    assert "\nset a:\n3 documents: " in out and "\nset b:\n1 documents: " in out
+    found = json.loads(file.read_text())["sets"]
+    assert found["b"]["tokens"] == len(TEXTS[1].encode()) + 1 and found["a"]["documents"] == 3
 
 
 def test_special_ids_are_spelled():

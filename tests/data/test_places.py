@@ -6,6 +6,7 @@ import dataclasses
 import gzip
 import json
 import re
+import resource
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -183,6 +184,33 @@ def test_a_broken_file_is_one_line_and_leaves_nothing_in_the_cache(tmp_path: Pat
     assert "\n" not in str(caught.value)
     left = [path for path in (tmp_path / "cache").rglob("*") if path.is_file()]
     assert len(left) == (case == "null")  # found when its lines are read
+
+
+@pytest.mark.parametrize("name", ["a.txt.gz", "a.parquet"])
+def test_a_full_disk_is_a_line_and_leaves_nothing_in_the_cache(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A limit on the size of files, which the system tells as it tells a full disk."""
+    text = "a line of text\n" * 1000
+    if name.endswith(".gz"):
+        (tmp_path / name).write_bytes(gzip.compress(text.encode()))
+    else:
+        pyarrow.parquet.write_table(pyarrow.table({"text": [text]}), tmp_path / name)
+    data = DataConfig(source=f"text:{tmp_path}/{name}", cache_dir=str(tmp_path / "cache"), holdout=0.0)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
+    try:
+        with pytest.raises(UserError, match=r"data\.cache_dir: cannot make .*/cache/unpacked/\w+\.\w+: File too large"):
+            open_source(data, "train")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert not list((tmp_path / "cache" / "unpacked").iterdir())
+    assert b"".join(documents(data, "train")).decode() == text
+
+
+def test_a_folder_of_tokens_is_told_what_tokens_reads(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"is a directory; name its files, as in tokens:.*/\*\*/\*\.npy"):
+        open_source(DataConfig(source=f"tokens:{tmp_path}"), "train")
 
 
 def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -494,11 +494,8 @@ def edits(value: Any) -> Iterator[Any]:
     """The value with one key gone or one value of another kind, at every depth; of a list, its first item."""
     keys = list(value) if isinstance(value, dict) else range(min(len(value), 1)) if isinstance(value, list) else []
     for key in keys:
-        rest = (
-            value[:key] + value[key + 1 :] if isinstance(value, list) else {k: v for k, v in value.items() if k != key}
-        )
         if isinstance(value, dict):
-            yield rest
+            yield {name: of for name, of in value.items() if name != key}
         for other in (None, -1, "x", [], {}, *edits(value[key])):
             made = list(value) if isinstance(value, list) else dict(value)
             made[key] = other
