@@ -104,7 +104,7 @@ def _fault(value: Any, form: Any, where: str) -> str:
     kind: Any = form if isinstance(form, type) else type(form)
     items: Iterable[tuple[str, Any, Any]]
     if type(value) is not kind and not (kind is float and type(value) is int):
-        return f"{where or 'it'} is no {_KINDS[kind]}"
+        return f"{where or 'it'} is not {_KINDS[kind]}"
     if kind is list:
         items = ((f"{where}[{index}]", item, form[0]) for index, item in enumerate(value))
     elif kind is dict and str in form:
@@ -119,7 +119,14 @@ def _fault(value: Any, form: Any, where: str) -> str:
     return next(filter(None, (_fault(item, of, name) for name, item, of in items)), "")
 
 
-_KINDS = {str: "string", int: "whole number", float: "number", bool: "true or false", list: "list", dict: "object"}
+_KINDS = {
+    str: "a string",
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    list: "a list",
+    dict: "an object",
+}
 
 
 # Records --------------------------------------------------------------------------------------------------------------

@@ -157,6 +157,8 @@ def test_other_lengths_and_shares_lose_no_token_and_are_told(
     tokenizer = tokenizers.load(made.tokenizer)
     with caplog.at_level(logging.WARNING):
         held = list(validation_batches(made, tokenizer, batch_size=4, batches=0))
+    list(validation_batches(made, tokenizer, batch_size=4, batches=1))
+    assert caplog.text.count("was prepared for") == 1  # once a folder
     assert re.search(r"prepared for data.sequence_length=16, data.holdout=0.2, this run has 24, 0.4", caplog.text)
     bytes_held = sum(map(len, documents(made, "validation")))
     assert sum(int(batch["target_bytes"].sum()) for batch in held) == bytes_held
@@ -367,6 +369,10 @@ def test_what_is_wrong_with_a_prepared_folder_is_one_line(tmp_path: Path, small:
         assert "\n" not in str(caught.value)
 
     says(r"out has no manifest\.json; prepare it: python -m mhc\.data\.prepare --source … --out .*/out")
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "a.txt").write_text("a")
+    says(r"out has no manifest\.json; prepare it: .* --out DIR \(a new folder\), and name that")
+    shutil.rmtree(tmp_path / "out")
     _, out = copied(small, tmp_path)
     manifest = (out / "manifest.json").read_text()
     shard = out / "shard-00003.array_record"
@@ -377,7 +383,7 @@ def test_what_is_wrong_with_a_prepared_folder_is_one_line(tmp_path: Path, small:
     (out / "manifest.json").write_text(manifest.replace('"format": 1', '"format": 9'))
     says(r"out/manifest\.json has the format 9, this version reads 1; prepare it again")
     (out / "manifest.json").write_text("[]")
-    says(r"out/manifest\.json is damaged \(it is no object\): remove the folder .*/out, and prepare it again")
+    says(r"out/manifest\.json is damaged \(it is not an object\): remove the folder .*/out, and prepare it again")
 
 
 @pytest.mark.parametrize(
