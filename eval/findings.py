@@ -21,7 +21,7 @@ AGREEMENT = 1e-4  # relative difference up to which recomputed gains count as th
 Measures = Mapping[str, Mapping[str, Any]]
 
 _LISTED = 6  # comparisons over seeds that are said in sentences
-_NOT_DATA = ("data.prefetch", "data.cache_dir")  # change neither text nor order
+_NOT_DATA = ("data.prefetch", "data.workers", "data.cache_dir")  # change neither text nor order
 
 
 @dataclasses.dataclass(frozen=True)

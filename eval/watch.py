@@ -160,6 +160,7 @@ def main(arguments: Sequence[str]) -> int:
     tasks = tasks_of(names, Path(options.data) if options.data else None) if names else None
 
     def measure(step: int) -> Scored:
+        print(f"{run}: scoring checkpoint {step}", file=sys.stderr, flush=True)
         checkpoint = checkpoints.load(options.run, step, changes=changes)
         found = perplexity(checkpoint, options, changes)
         told = f"{checkpoint.name}: loss {found['loss']:.4f}, {found['bits_per_byte']:.4f} bits per byte"
@@ -204,8 +205,8 @@ def _checked(options: argparse.Namespace, run: Folder) -> Path:
         run = run.resolve()
         return run.with_name(f"{run.name}.scores.jsonl")
     out = cli.check_file(options.out, "--out")
-    if isinstance(run, Path) and (run / "checkpoints").resolve() in out.resolve().parents:
-        raise UserError(f"--out: given {out}, allowed: a file outside the run's checkpoints")
+    if isinstance(run, Path) and run.resolve() in out.resolve().parents:
+        raise UserError(f"--out: given {out}, allowed: a file outside the run's folder")
     return out
 
 

@@ -24,6 +24,8 @@ from mhc import remote
 from mhc.config import Config
 from mhc.errors import UserError, did_you_mean
 
+GRID = "grid.json"  # what makes a folder a grid's
+
 
 class Parser(argparse.ArgumentParser):
     """argparse without abbreviations, whose complaints are UserErrors."""
@@ -183,9 +185,12 @@ def check_file(file: str, option: str) -> Path:
 
 
 def check_workdir(folder: str) -> remote.Folder:
-    """As `check_writable` for --workdir, which may also be ``gs://BUCKET/PATH``: then the bucket is asked for."""
+    """As `check_writable` for a run, whose folder may also be ``gs://BUCKET/PATH``: then the bucket is asked for."""
     if not remote.is_remote(folder):
-        return check_writable(folder)
+        path = check_writable(folder)
+        if (path / GRID).is_file():
+            raise UserError(f"--workdir {folder}: it holds a grid, not a run; name another folder")
+        return path
     try:
         path = remote.path(folder)
         if len(path.parts) < 4:  # root, scheme, bucket

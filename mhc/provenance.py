@@ -174,7 +174,7 @@ def append(file: Path, config: Config, entry: Mapping[str, Any]) -> None:
     """Add a start to a run's file, which is made when missing. Raises UserError where it holds something else."""
     from mhc.monitor.writers import read_json, write_json  # numpy with it: not before a user's mistakes are told
 
-    starts = list(_checked(read_json(file), file)["starts"]) if file.is_file() else []
+    starts = list(_starts(_checked(read_json(file), file), file)) if file.is_file() else []
     write_json(file, {"format": FORMAT, "config": configs.to_dict(config), "starts": [*starts, entry]})
 
 
@@ -208,7 +208,7 @@ def read(file: str | os.PathLike[str]) -> Origin:
         config = configs.from_config_dict({**found["config"], "distributed": {}})
     except UserError as error:
         raise UserError(f"{place}: {error}; was it written by another version?") from None
-    return Origin(str(place), config, found["starts"])
+    return Origin(str(place), config, _starts(found, place))
 
 
 def _checked(found: Any, file: Any) -> Mapping[str, Any]:
@@ -217,6 +217,15 @@ def _checked(found: Any, file: Any) -> Mapping[str, Any]:
     if found.get("format") != FORMAT:
         raise UserError(f"{file}: given format {found.get('format')!r}, allowed: {FORMAT}; another version wrote it")
     return found
+
+
+def _starts(found: Mapping[str, Any], file: Any) -> Sequence[Mapping[str, Any]]:
+    for number, entry in enumerate(found["starts"], start=1):
+        try:
+            comparable(entry), entry["config_hash"], entry["deterministic"]
+        except (KeyError, TypeError, AttributeError):
+            raise UserError(f"{file}: what it says of start number {number} is damaged") from None
+    return found["starts"]
 
 
 # Differences ----------------------------------------------------------------------------------------------------------

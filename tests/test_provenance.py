@@ -129,6 +129,22 @@ def test_what_is_no_run_json_is_refused(content, said, tmp_path):
         provenance.read(tmp_path)
 
 
+@pytest.mark.parametrize(
+    "damage", [("versions", None), ("devices", "cpu"), ("data", None), ("config_hash", ...), (..., "x")]
+)
+def test_a_damaged_start_is_one_line(damage, finished, tmp_path):
+    stored, (name, value) = read_json(finished / "run.json"), damage
+    if name is ...:
+        stored["starts"][0] = value
+    elif value is ...:
+        del stored["starts"][0][name]
+    else:
+        stored["starts"][0][name] = value
+    write_json(tmp_path / "run.json", stored)
+    with pytest.raises(UserError, match="what it says of start number 1 is damaged"):
+        provenance.read(tmp_path)
+
+
 def test_processes_find_each_other_anew(finished, tmp_path):
     stored = read_json(finished / "run.json")
     stored["config"]["distributed"] |= {

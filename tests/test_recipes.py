@@ -23,7 +23,7 @@ PAGE = (ROOT / "docs" / "recipes.md").read_text("utf-8")
 
 def commands() -> list[list[str]]:
     """The indented commands of the page, in order, as a shell splits them."""
-    lines = re.findall(r"^    ((?:python|head) (?:.*\\\n)*.*)$", PAGE, re.MULTILINE)
+    lines = re.findall(r"^    (python (?:.*\\\n)*.*)$", PAGE, re.MULTILINE)
     return [shlex.split(line.replace("\\\n", " ")) for line in lines]
 
 
@@ -130,9 +130,11 @@ def test_every_command_runs(tmp_path: Path) -> None:
     }
 
     def run(command: list[str]) -> None:
-        with (tmp_path / "few.jsonl" if command[0] == "head" else tmp_path / "out").open("w") as out:
-            target = command.index(">") if ">" in command else len(command)
-            program = [sys.executable if command[0] == "python" else command[0], *command[1:target]]
+        program, target = command, "out"
+        if ">" in command:
+            program, target = command[: command.index(">")], command[-1]
+        with (tmp_path / target).open("w") as out:
+            program = [sys.executable, *program[1:]]
             done = subprocess.run(program, cwd=tmp_path, env=environment, stdout=out, stderr=subprocess.PIPE, text=True)
         assert done.returncode == 0, f"{shlex.join(command)}\n{done.stderr[-2000:]}"
 

@@ -18,6 +18,7 @@ from mhc.errors import UserError
 
 BOS, EOS = "<s>", "</s>"
 LEAST = 256 + 2  # the bytes and the two special tokens
+MOST = 1 << 24  # the library sets aside memory for as many
 
 
 def train(data: DataConfig, vocab_size: int, out: str | os.PathLike[str], *, show_progress: bool = False) -> int:
@@ -35,8 +36,9 @@ def train(data: DataConfig, vocab_size: int, out: str | os.PathLike[str], *, sho
             raise UserError(f"--source: given {one.source!r}, allowed: text, not ids: text:<glob>, stdlib, tfds:<name>")
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-    if vocab_size < LEAST:
-        raise UserError(f"--vocab_size: given {vocab_size}, allowed: at least {LEAST}, the bytes and {BOS}, {EOS}")
+    if not LEAST <= vocab_size <= MOST:
+        least = f"{LEAST} (the bytes and {BOS}, {EOS})"
+        raise UserError(f"--vocab_size: given {vocab_size}, allowed: from {least} to {MOST}")
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -64,10 +66,12 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--field", default=DataConfig().field, help="as data.field (default: %(default)s)")
     parser.add_argument("--cache_dir", default=None, help="as data.cache_dir")
     options = parser.parse_args(arguments)
-    cli.check_file(options.out, "--out")
+    if cli.check_file(options.out, "--out").exists():
+        raise UserError(f"--out {options.out}: there is a file already, and runs may read it; name another")
     data = DataConfig(source=options.source, field=options.field, cache_dir=options.cache_dir)
     size = train(data, options.vocab_size, options.out, show_progress=sys.stderr.isatty())
-    print(f"{options.out}: {size} ids")
+    fewer = f"; the text has no more pairs, {options.vocab_size} were asked for" if size < options.vocab_size else ""
+    print(f"{options.out}: {size} ids{fewer}")
     return 0
 
 

@@ -26,7 +26,7 @@ from mhc.grid.folder import begun
 from mhc.monitor.writers import read_json, write_json
 
 PROJECT = Path(__file__).parents[2]
-FILE = "grid.json"
+FILE = cli.GRID
 
 
 @dataclasses.dataclass(frozen=True)

@@ -153,6 +153,7 @@ class Run:
             WandbWriter.check(self.config.monitor.wandb)
         self.changes = self._check_stored()
         found = None if committed_steps(self.place) else start.source(self.config)
+        self.notes = [] if found is None else list(start.notes(self.config, found, self.tokenizer.content_hash))
         # Everything that the user's data can make fail comes before the first file is written.
         self.data = pipeline.train_iterator(
             self.config.data,
@@ -282,7 +283,7 @@ class Run:
         }
         now = provenance.start(self.config, self.mesh, step=step, data=data)
         earlier = provenance.read(file).starts if file.is_file() else ()
-        for note in provenance.notes(now, earlier, self.origin):
+        for note in [*self.notes, *provenance.notes(now, earlier, self.origin)]:
             self.progress.note(f"{self.place}: {note}")
         provenance.append(file, self.config, now)
 

@@ -5,7 +5,7 @@ A plain model goes on as one of streams (upcycling) where the new maps begin as 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -117,7 +117,7 @@ def source(config: Config) -> Source | None:
     made = Source(remote.path(run if numbered else text), last, found)
     _check_positions(config, found)
     ours, theirs = _shapes(config), _shapes(found)
-    if not _same_maps(config, found):
+    if not _same_maps(config, found) and not _same_residual(config, found):
         _check_upcycling(config, found)
         ours, theirs = ({p: s for p, s in shapes.items() if not _is_residual(p)} for shapes in (ours, theirs))
     apart = [
@@ -127,12 +127,39 @@ def source(config: Config) -> Source | None:
         if ours.get(path) != theirs.get(path)
     ]
     if apart:
+        fields = [
+            f"model.{name}={getattr(found.model, name)} there, {getattr(config.model, name)} here"
+            for name in ("width", "layers", "vocab_size")
+            if getattr(found.model, name) != getattr(config.model, name)
+        ]
         more = f" and {len(apart) - 8} more" if len(apart) > 8 else ""
-        raise UserError(f"train.init_from: {text}: parameters of other shapes: {'; '.join(apart[:8])}{more}")
+        named = f"{'; '.join(fields)}: " if fields else ""
+        raise UserError(f"train.init_from: {text}: {named}parameters of other shapes: {'; '.join(apart[:8])}{more}")
     if config.train.init_optimizer:
         _check_optimizer(config, made)
         _check_schedule(config, made)
     return made
+
+
+def notes(config: Config, found: Source, tokenizer: str) -> Iterator[str]:
+    """Lines for the user on what of a start is allowed but may not be meant.
+
+    Args:
+      tokenizer: ``content_hash`` of the run's own.
+    """
+    position = host_of(found.run, found.step)["data"]
+    if position is not None and position["tokenizer"] != tokenizer:
+        yield (
+            f"data.tokenizer={config.data.tokenizer} gives other ids than that of {config.train.init_from}: the "
+            "embedding and the head were learned for those"
+        )
+    if config.train.init_optimizer and config.schedule.kind == "wsd":
+        early = found.step - (config.decay_steps - config.wsd_steps)
+        if early > 0:
+            yield (
+                f"schedule.wsd_steps: the decay has begun {early:g} steps before step {found.step}, where "
+                f"{config.train.init_from} enters the schedule (the branch's own steps: {config.train.steps})"
+            )
 
 
 def set_data(data: TrainIterator, config: Config, found: Source) -> None:
@@ -194,6 +221,11 @@ def _same_maps(config: Config, other: Config) -> bool:
         return {path: shape for path, shape in _shapes(one).items() if _is_residual(path)}
 
     return config.residual.kind == other.residual.kind and maps(config) == maps(other)
+
+
+def _same_residual(config: Config, other: Config) -> bool:
+    """Whether nothing but shapes can tell the two apart."""
+    return config.residual.kind == other.residual.kind and config.streams == other.streams
 
 
 def _check_upcycling(config: Config, found: Config) -> None:

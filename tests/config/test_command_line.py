@@ -185,6 +185,13 @@ def test_an_interrupted_program_closes_what_is_open_and_leaves_the_interpreter_u
     assert (done.returncode, done.stdout, done.stderr) == (130, "closed\n", "interrupted\n")
 
 
+def test_a_run_does_not_go_into_a_grid(tmp_path: Path) -> None:
+    (tmp_path / "grid.json").write_text("{}")
+    with pytest.raises(UserError, match="it holds a grid, not a run"):
+        train.main(["--config", DEMO, "--workdir", str(tmp_path)])
+    assert [path.name for path in tmp_path.iterdir()] == ["grid.json"]
+
+
 def test_run_main_shows_our_own_bugs_whole() -> None:
     def broken(arguments: Any) -> int:
         raise KeyError("ours")

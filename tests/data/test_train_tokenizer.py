@@ -39,10 +39,18 @@ def _again(corpus: str, folder: Path, size: int) -> bytes:
     return (folder / "again.json").read_bytes()
 
 
+def test_a_tokeniser_that_is_there_is_kept(corpus: str, tmp_path: Path) -> None:
+    (tmp_path / "t.json").write_text("{}")
+    with pytest.raises(UserError, match=r"t\.json: there is a file already"):
+        main(["--source", corpus, "--vocab_size", "300", "--out", str(tmp_path / "t.json")])
+    assert (tmp_path / "t.json").read_text() == "{}"
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--vocab_size", "100"], "--vocab_size: given 100, allowed: at least 258"),
+        (["--vocab_size", "100"], "--vocab_size: given 100, allowed: from 258"),
+        (["--vocab_size", "1" + 30 * "0"], "to 16777216"),
         (["--source", "tokens:*.bin"], "--source: given 'tokens:.*', allowed: text, not ids"),
         (["--source", "no/*.txt"], "data.source: given 'no/"),
         (["--out", "no/such/folder/t.json"], "--out: cannot write no/such/folder/t.json"),

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from eval import replay
-from mhc.config import from_config_dict
+from mhc.config import from_config_dict, resolve
 from mhc.errors import UserError
 from mhc.train import run as runs
 from mhc.train import start
@@ -305,6 +305,25 @@ def test_under_the_same_schedule_a_branch_is_the_stable_run(corpus: str, stable:
     assert_identical(load_run(tmp_path / "x").params, load_run(stable).params)
 
 
+def test_what_may_not_be_meant_is_said(corpus: str, stable: Path, tmp_path: Path) -> None:
+    """A decay that began before the branch, ids that the weights were not learned for."""
+
+    def notes(tokenizer: str, **train: Any) -> list[str]:
+        schedule = {"kind": "wsd", "wsd_steps": train["steps"] + 1, "decay_steps": None}
+        made = with_source(
+            config(corpus, "plain", **{**STABLE, "schedule": schedule, "train": {**BRANCH, **train}}), stable
+        )
+        made = resolve(made, 258)
+        found = start.source(made)
+        assert found is not None
+        return list(start.notes(made, found, tokenizer))
+
+    (early,) = notes("bytes-258", steps=1)
+    assert early.startswith("schedule.wsd_steps: the decay has begun 1 steps before step 2")
+    (other, _) = notes("bpe", steps=1)
+    assert "gives other ids than that of" in other
+
+
 def test_without_its_place_a_branch_reads_the_data_from_the_start(corpus: str, stable: Path, tmp_path: Path) -> None:
     def place(made: Any) -> Any:
         run = runs.Run(made, tmp_path / "x", devices=jax.devices()[:1])
@@ -339,9 +358,12 @@ def test_a_branch_that_is_stopped_goes_on_and_needs_its_source_no_more(
 @pytest.mark.parametrize(
     ("groups", "words"),
     [
-        ({"data": {"sequence_length": 8}}, r"train\.init_data: .* reads other batches: .*saved with piece="),
-        ({"train": {"batch_size": 4}}, "saved with batch_size=8, this run has batch_size=4"),
-        ({"seed": {"data": 3}}, "saved with seed=0, this run has seed=3"),
+        (
+            {"data": {"sequence_length": 8}},
+            r"train\.init_data: .* reads other batches: .*another data\.sequence_length",
+        ),
+        ({"train": {"batch_size": 4}}, r"another train\.batch_size; .*saved 8, now 4"),
+        ({"seed": {"data": 3}}, r"another seed\.data; .*saved 0, now 3"),
     ],
 )
 def test_a_place_in_other_data_is_refused(
