@@ -444,6 +444,8 @@ DAMAGES: dict[str, Damage] = {
     "no records": ("shard-00003.array_record", lambda b: b""),
     "head of a table": ("shard-00003.npy", lambda b: b"\x00" * 6 + b[6:]),
     "middle of a table": ("shard-00003.npy", lambda b: b[:-60] + bytes(255 - x for x in b[-60:-59]) + b[-59:]),
+    "ids in a table": ("shard-00003.npy", lambda b: b[:-8] + bytes([b[-8] ^ 1]) + b[-7:]),
+    "bytes in a table": ("shard-00003.npy", lambda b: b[:-4] + bytes([b[-4] ^ 1]) + b[-3:]),
     "table cut short": ("shard-00003.npy", lambda b: b[:-8]),
 }
 
