@@ -205,6 +205,7 @@ def test_a_replay_takes_no_more_cores_than_the_run_had(
     assert bound == [[3, 5]]
 
 
+@pytest.mark.slow
 def test_a_run_without_a_step(tmp_path: Path, rewound: Path) -> None:
     (tmp_path / "config.json").write_bytes((rewound / "config.json").read_bytes())
     with pytest.raises(UserError, match="has not logged a step"):

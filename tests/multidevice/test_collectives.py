@@ -158,7 +158,7 @@ split = sharding.constrain_streams
 @pytest.mark.parametrize(
     ("module", "name", "fault"),
     [
-        pytest.param(sharding, "constrain_streams", whole, id="streams laid out whole"),
+        pytest.param(sharding, "constrain_streams", whole, id="streams laid out whole", marks=pytest.mark.slow),
         pytest.param(kernels, "project", flattened, id="streams flattened", marks=pytest.mark.slow),
     ],
 )
@@ -182,6 +182,7 @@ def largest_experts(weights: list[tuple[int, ...]]) -> int:
     return max(math.prod(shape) // (WIDTH * 20) for shape in weights if set(shape[-2:]) == {WIDTH, 20})
 
 
+@pytest.mark.slow
 def test_experts_stay_where_they_are() -> None:
     """Their weights are gathered over fsdp, each device its own experts'; tokens go to the experts and come back."""
     config = config_of("mhc", EXPERT_MESH, **EXPERTS)

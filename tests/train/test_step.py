@@ -195,7 +195,11 @@ def scaled_norm(state: Any, scale: float) -> Any:
     return state._replace(params={**state.params, "final_norm": {"scale": jnp.full((16,), scale, jnp.float32)}})
 
 
-@pytest.mark.parametrize("fault", [nan_weight, infinite_logit, infinite_gradient], ids=lambda fault: fault.__name__)
+@pytest.mark.parametrize(
+    "fault",
+    [pytest.param(nan_weight, marks=pytest.mark.slow), infinite_logit, infinite_gradient],
+    ids=lambda fault: fault.__name__,
+)
 def test_a_step_that_is_not_finite_changes_no_parameter_and_no_moment(fault):
     made = trainer(small("plain", guard={"on_nonfinite": "skip"}))
     state, _ = train(made, [packed(8, 0), packed(8, 1)])
