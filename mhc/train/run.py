@@ -342,6 +342,7 @@ class Run:
         The device always has the next step queued while the last one's metrics are fetched, and never more than that.
         """
         config = self.config
+        self.progress.note(f"{self.place}: compiling, then training from step {self.step + 1}")
         if self.fresh:  # not: at step 0, where a run may have been stopped after its probe
             self._probe(None)
             if config.train.init_from is not None:  # from here on the run needs its source no more
