@@ -73,8 +73,7 @@ class TrainIterator:
     ):
         shares = [one for one, _ in parts(data, "train")]
         self._orders = _open_orders(data, tokenizer, seed)
-        sources = [order.source for order in self._orders]
-        corpus = sources[0].fingerprint if len(sources) == 1 else joint_fingerprint(sources)
+        corpus = _fingerprint(self._orders)
         self._identity = {
             "format": _STATE_FORMAT,
             "batch_size": batch_size,
@@ -356,6 +355,10 @@ def _open_orders(data: DataConfig, tokenizer: Tokenizer, seed: int) -> list[_Ord
     return orders
 
 
+def _fingerprint(orders: Sequence[_Order]) -> str:
+    return orders[0].source.fingerprint if len(orders) == 1 else joint_fingerprint([order.source for order in orders])
+
+
 class _Packing(NamedTuple):
     """How batches are packed."""
 
@@ -438,11 +441,9 @@ class _Worker:
     def open(self) -> _PackedIterator:
         tokenizer = load(self.data.tokenizer)
         orders = _open_orders(self.data, tokenizer, self.seed)
-        sources = [order.source for order in orders]
-        corpus = sources[0].fingerprint if len(sources) == 1 else joint_fingerprint(sources)
         for what, ours, theirs in (
             ("data.tokenizer", tokenizer.content_hash, self.tokenizer),
-            ("data.source", corpus, self.corpus),
+            ("data.source", _fingerprint(orders), self.corpus),
         ):
             if ours != theirs:
                 raise UserError(f"{what} changed while the run began: a worker process finds {ours}, the run {theirs}")
