@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import io
 import json
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +67,18 @@ def config(corpus: str, kind: str = "mhc", **groups: dict[str, Any]) -> Config:
 def run(made: Config, folder: str | Path, devices: int = 1) -> int:
     """``mhc.train.run.run`` on the first devices: eight take long on few cores."""
     return runs.Run(made, folder, devices=jax.devices()[:devices]).execute()
+
+
+def on_demand(make: Callable[..., Path]) -> Callable[..., Path]:
+    """Makes a folder where a test first asks for it, once, and writes nothing to the streams that the test reads."""
+
+    @functools.cache
+    def made(*of: str) -> Path:
+        said = io.StringIO()
+        with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+            return make(*of)
+
+    return made
 
 
 def lines(run: Path, name: str, leave_out: tuple[str, ...] = CLOCK) -> list[dict[str, Any]]:

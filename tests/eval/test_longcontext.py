@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import re
 import string
 from collections.abc import Callable, Iterable, Sequence
@@ -25,7 +24,7 @@ from mhc.data.tokenizers import ByteTokenizer, JsonTokenizer
 from mhc.monitor.writers import read_json
 from mhc.sharding import make_mesh
 from tests.small import definition, random_params, with_fields
-from tests.small_runs import config, resolved, run, snapshot
+from tests.small_runs import config, on_demand, resolved, run, snapshot
 
 BYTES = ByteTokenizer()
 RNG = np.random.default_rng(0)
@@ -358,7 +357,7 @@ def trained(corpus: str, tmp_path_factory: pytest.TempPathFactory) -> Callable[.
     """A run of two steps of a kind and positions, made when it is asked for."""
     root = tmp_path_factory.mktemp("runs")
 
-    @functools.cache
+    @on_demand
     def of(kind: str = "plain", positions: str = "rope") -> Path:
         made = config(
             corpus,

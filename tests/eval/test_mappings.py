@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,7 +12,7 @@ import pytest
 from eval import checkpoints, mappings
 from mhc import cli
 from mhc.monitor.writers import read_json, read_jsonl
-from tests.small_runs import config, run, snapshot, write_corpus
+from tests.small_runs import config, on_demand, run, snapshot, write_corpus
 
 KINDS = ("plain", "hc", "mhc")
 
@@ -24,7 +23,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     corpus = write_corpus(tmp_path_factory.mktemp("corpus") / "texts")
     root = tmp_path_factory.mktemp("runs")
 
-    @functools.cache
+    @on_demand
     def of(kind: str) -> Path:
         assert run(config(corpus, kind, optimizer={"lr": 3e-2}), root / kind) == 0
         return root / kind
