@@ -172,11 +172,11 @@ def sliding(config: Config, split: Split, *, rows: int, batch_size: int, stride:
 
 def _open(config: Config, split: Split) -> tuple[Any, Any]:
     """(documents, number -> Document) of a split."""
-    from mhc.data import pipeline, tokenizers
+    from mhc.data import orders, tokenizers
 
     tokenizer = tokenizers.load(config.data.tokenizer)
-    source = pipeline.open_corpus(config.data, tokenizer, split)
-    encode = pipeline.encoder(source, tokenizer)
+    source = orders.open_corpus(config.data, tokenizer, split)
+    encode = orders.encoder(source, tokenizer)
     return source, encode
 
 

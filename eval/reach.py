@@ -36,11 +36,11 @@ class Corpus(NamedTuple):
 
 def open_corpus(config: Config, split: Any) -> Corpus:
     """The run's own corpus, or the one that ``--config.data.*`` names. Raises UserError as training does."""
-    from mhc.data import pipeline, tokenizers
+    from mhc.data import orders, tokenizers
 
     tokenizer = tokenizers.load(config.data.tokenizer)
-    source = pipeline.open_corpus(config.data, tokenizer, split)
-    encode = pipeline.encoder(source, tokenizer)
+    source = orders.open_corpus(config.data, tokenizer, split)
+    encode = orders.encoder(source, tokenizer)
 
     def inner(number: int) -> np.ndarray:
         ids = encode(number).tokens[1:]

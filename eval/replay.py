@@ -1,6 +1,6 @@
 """Replay a step of a run: what happened at step s, and would another configuration have done the same?
 
-    python -m eval.replay RUN --step s [--from k] [--rows R] [--config.GROUP.FIELD=VALUE …]
+    python -m eval.replay RUN --step s [--from k] [--rows R] [--nan] [--config.GROUP.FIELD=VALUE …]
 
 Restores the last checkpoint before step s (without one: initialises from the run's seed), feeds the run's own batches
 to the same compiled step, and prints the loss, the gradient norm and the profile over sublayers of step s, with the
@@ -11,6 +11,9 @@ the kind, since it decides how sums are split: the command takes no more cores t
 With overrides that change the model or the state of the optimiser no checkpoint fits: the weights are then initialised
 afresh from the seed, and the run's batches are replayed from step 1, or from step k. Other overrides (a learning rate,
 a clipping norm) go on from the checkpoint.
+
+``--nan`` looks at every operation of the step's loss and gradient, and names the first that gives a NaN: its line of
+the source, and the calls above it.
 
 A run that was rewound is replayed as it stands: what a rewind threw away is gone, and the batches that it left out are
 left out again. The run's folder is only read.
@@ -64,6 +67,7 @@ class Replay:
         documents: where each row of the batch begins.
         differences: {metric: (logged, replayed)} where they are not equal; None where nothing was compared.
         event: what events.jsonl says of the step, if anything.
+        nan: where the first NaN of the step is made, lines of text; empty: nowhere; None: not asked for.
     """
 
     step: int
@@ -76,6 +80,7 @@ class Replay:
     documents: Sequence[Mapping[str, Any]]
     differences: Mapping[str, tuple[Any, Any]] | None
     event: Mapping[str, Any] | None
+    nan: Sequence[str] | None
 
 
 class _Stored(NamedTuple):
@@ -95,6 +100,7 @@ def replay(
     rows: int | None = None,
     overrides: Mapping[str, Any] | None = None,
     devices: Sequence[Any] | None = None,
+    nan: bool = False,
     say: Callable[[str], None] = lambda text: None,
 ) -> Replay:
     """Do step ``step`` of a run again.
@@ -107,6 +113,7 @@ def replay(
         rows: of the batch, for the profile's forward measures; None: monitor.probe_sequences, 0: all.
         overrides: {dotted field: value}.
         devices: those to use (of jax); None: all.
+        nan: whether to look for the first NaN of step ``step``.
         say: told what is going on, a line at a time.
 
     Raises:
@@ -176,6 +183,7 @@ def replay(
             batch = next(data)
             if done == step - 1:
                 measured = _forward(probes, trainer, state, batch, rows, config)
+                where = _first_nan(trainer, state, put_batch(batch, mesh), done) if nan else None
             state, metrics = trainer.step(state, put_batch(batch, mesh))
             jax.block_until_ready(state)  # programs with collectives must not overlap on CPU devices
             if (done + 1 - begin) % 100 == 0:
@@ -203,6 +211,7 @@ def replay(
         documents=documents,
         differences=None if changes else _differences(stored.metrics[step], scalars, profile["grad_norm"]),
         event=events[-1] if events else None,
+        nan=where,
     )
 
 
@@ -271,6 +280,9 @@ def render(result: Replay) -> str:
             )
     if result.event is None or result.event.get("batch") is None:
         lines.append(f"  batch        {result.batch_hash}")
+    if result.nan is not None:
+        head, *rest = result.nan or ["none, in the loss and the gradient"]
+        lines += [f"  first NaN    {head}", *(f"               {line}" for line in rest)]
     lines += ["", "profile over sublayers (gains and activations: forward pass on this batch, weights before the step)"]
     names = list(result.profile)
     size = len(result.profile["grad_norm"])
@@ -314,12 +326,15 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--step", required=True, type=int, help="the step to replay")
     parser.add_argument("--from", dest="first", type=int, metavar="K", help="the first step to replay")
     parser.add_argument("--rows", type=int, metavar="R", help="rows of the batch for the forward measures; 0: all")
+    parser.add_argument("--nan", action="store_true", help="name the first operation of the step that gives a NaN")
     options, rest = parser.parse_known_args(arguments)
     if options.rows is not None and options.rows < 0:
         raise UserError(f"--rows: given {options.rows}, allowed: 0 (all) or more")
     given = cli.overrides(rest, parser)
     take_cores_of(remote.local_copy(options.run))
-    result = replay(options.run, options.step, first=options.first, rows=options.rows, overrides=given, say=print)
+    result = replay(
+        options.run, options.step, first=options.first, rows=options.rows, overrides=given, nan=options.nan, say=print
+    )
     print(render(result))
     return 1 if result.differences else 0
 
@@ -410,6 +425,24 @@ def _forward(
         "forward_gain": np.asarray(seen["gain/forward_composite_mean"]),
         "backward_gain": np.asarray(seen["gain/backward_composite_mean"]),
     }
+
+
+def _first_nan(trainer: Any, state: Any, batch: Any, completed: int) -> list[str]:
+    """Lines about the first NaN of a step; none: there is no NaN."""
+    import jax.numpy as jnp
+
+    from mhc.train.optimizer import map_paths
+
+    weights: list[str] = []
+    map_paths(lambda path, leaf: weights.append(path) if jnp.isnan(leaf).any() else None, state.params)
+    if weights:
+        return [f"in the weights before the step: {weights[0]} ({len(weights)} arrays with NaN)"]
+    found = trainer.first_nan(state.params, batch, completed)
+    if found is None:
+        return []
+    name, origin = found
+    head, *rest = origin.render()
+    return [f"{name} pass: {head}", *rest]
 
 
 def _differences(

@@ -24,7 +24,7 @@ import numpy as np
 
 from mhc import cli
 from mhc.config import Config, shares
-from mhc.data import pipeline, tokenizers
+from mhc.data import orders, pipeline, tokenizers
 from mhc.data.packing import Batch
 from mhc.data.sources import Split, parts
 from mhc.data.tokenizers import Tokenizer
@@ -97,8 +97,8 @@ class Lengths(NamedTuple):
 def lengths(config: Config, split: Split, most: int, tell: Any = lambda done, total: None) -> Lengths:
     """Of ``most`` documents, evenly over the split; 0: of all."""
     tokenizer = tokenizers.load(config.data.tokenizer)
-    source = pipeline.open_corpus(config.data, tokenizer, split)
-    encode = pipeline.encoder(source, tokenizer)
+    source = orders.open_corpus(config.data, tokenizer, split)
+    encode = orders.encoder(source, tokenizer)
     count = len(source)
     chosen = range(count) if most == 0 or count <= most else np.linspace(0, count - 1, most).astype(int).tolist()
     tokens, size = [], []

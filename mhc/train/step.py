@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 
 from mhc.config import Config, shares
 from mhc.model.decoder import STACKS, DecoderDefinition, Params, SublayerView
-from mhc.monitor import guard
+from mhc.monitor import guard, nan
 from mhc.sharding import batch_sharding, compiler_options, replicated, shardings, tracing_for
 from mhc.train.loss import cross_entropy
 from mhc.train.optimizer import GROUPS, group_of, learning_rate, make_optimizer, map_paths
@@ -76,6 +76,13 @@ def loss_parts(definition: DecoderDefinition, params: Params, batch: Batch) -> L
     return LossParts(*sums, weight=jnp.sum(weights), source_weight=by_source, router=hidden.router)
 
 
+def micro_batches(batch: Batch, accumulation: int) -> Batch:
+    """Leaves [A, B / A, …] of [B, …]: row r in micro-batch r mod A, so that each device keeps its rows."""
+    return jax.tree.map(
+        lambda a: jnp.moveaxis(a.reshape(a.shape[0] // accumulation, accumulation, *a.shape[1:]), 1, 0), batch
+    )
+
+
 def loss_and_gradients(
     definition: DecoderDefinition, params: Params, batch: Batch, accumulation: int
 ) -> tuple[LossParts, Params]:
@@ -104,10 +111,7 @@ def loss_and_gradients(
         grads, parts = gradient(params, batch)
         return parts, grads
 
-    # Row r goes to micro-batch r mod A: each device keeps its rows, nothing is exchanged.
-    micro = jax.tree.map(
-        lambda a: jnp.moveaxis(a.reshape(a.shape[0] // accumulation, accumulation, *a.shape[1:]), 1, 0), batch
-    )
+    micro = micro_batches(batch, accumulation)
 
     def add(carry: tuple[Params, LossParts], one: Batch) -> tuple[tuple[Params, LossParts], None]:
         grads, parts = gradient(params, one)
@@ -258,6 +262,35 @@ class Trainer:
 
         options = compiler_options(self.mesh)
         return jax.jit(self._traced(run), out_shardings=replicated(self.mesh), compiler_options=options)(params, batch)
+
+    def first_nan(self, params: Params, batch: Batch, completed: int) -> tuple[str, nan.Origin] | None:
+        """("forward" or "backward", the first operation of the step's loss or gradient that gives a NaN).
+
+        None where there is none. The programs are compiled for this alone, with a check of every operation, and so
+        round differently from the step's.
+        """
+        accumulation = self.config.train.accumulation
+
+        def begin(params: Params) -> Params:
+            return params if self.faults.params is None else self.faults.params(jnp.asarray(completed), params)
+
+        def forward(params: Params, batch: Batch) -> jax.Array:
+            micro = micro_batches(counted(self.config, batch), accumulation)
+            return jax.lax.map(lambda one: loss_parts(self.definition, begin(params), one).objective, micro)
+
+        def backward(params: Params, batch: Batch) -> Params:
+            return loss_and_gradients(self.definition, begin(params), batch, accumulation)[1]
+
+        for name, function in (("forward", forward), ("backward", backward)):
+            program = jax.jit(
+                self._traced(nan.checked(function)),
+                in_shardings=(self.layout.params, batch_sharding(self.mesh)),
+                compiler_options=compiler_options(self.mesh),
+            )
+            found = nan.origin(program(params, batch))
+            if found is not None:
+                return name, found
+        return None
 
     def init(self, seed: int) -> TrainState:
         """A fresh state, made in its shards: the same weights on any mesh."""

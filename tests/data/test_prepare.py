@@ -31,8 +31,9 @@ from hypothesis import strategies as st
 
 from mhc.config import DataConfig
 from mhc.data import files, prepare, tokenizers
+from mhc.data.orders import open_corpus
 from mhc.data.packing import Tokenised
-from mhc.data.pipeline import open_corpus, train_iterator, validation_batches
+from mhc.data.pipeline import train_iterator, validation_batches
 from mhc.data.prepared import Prepared, manifest_hash, pack, unpack
 from mhc.data.sources import documents, open_source
 from mhc.errors import UserError

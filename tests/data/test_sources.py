@@ -18,7 +18,8 @@ import pytest
 
 from mhc.config import DataConfig
 from mhc.data import files, stdlib, tokenizers
-from mhc.data.pipeline import open_corpus, train_iterator, validation_batches
+from mhc.data.orders import open_corpus
+from mhc.data.pipeline import train_iterator, validation_batches
 from mhc.data.sources import Source, documents, open_source
 from mhc.errors import UserError
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import os
 import random
+import re
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -134,6 +136,18 @@ def test_another_rate_goes_on_from_the_checkpoint(rewound: Path) -> None:
     result = replay(rewound, step, overrides={"optimizer.lr": 1.0})
     assert result.start == step - 1
     assert result.metrics["loss"] == logged["loss"] and result.metrics["lr"] == 1.0
+
+
+def test_the_first_nan_is_named(rewound: Path) -> None:
+    """Of a rate so high that the step after it overflows."""
+    step = max(committed_steps(rewound)[0], 1) + 2
+    result = replay(rewound, step, first=step - 1, overrides={"optimizer.lr": 1e20}, nan=True)
+    assert result.nan is not None and np.isnan(result.metrics["loss"])
+    head, text, *calls = result.nan
+    assert head.startswith("forward pass: ") and re.search(r" at \S*mhc/\w+/\w+\.py:\d+ in \w+$", head)
+    assert text.strip() and calls and all(" called at " in line for line in calls)
+    assert f"  first NaN    {head}\n" in render(result)
+    assert "  first NaN    none, in the loss and the gradient\n" in render(dataclasses.replace(result, nan=[]))
 
 
 def test_rewinds_that_a_later_one_undid_do_not_count() -> None:

@@ -1,0 +1,104 @@
+"""Corpora opened and checked, their documents tokenised, and the order in which training reads them, on grain."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import grain
+import numpy as np
+
+from mhc.config import DataConfig
+from mhc.data.files import TokenFiles, piece_size
+from mhc.data.packing import Document, Piece, Pieces, Tokenised
+from mhc.data.prepared import Prepared
+from mhc.data.sources import Joined, Source, Split, joint_fingerprint, open_source, parts
+from mhc.data.tokenizers import Tokenizer
+from mhc.errors import UserError
+
+
+def open_corpus(data: DataConfig, tokenizer: Tokenizer, split: Split) -> Source:
+    """`open_source`, checked against the tokeniser and the sequence length.
+
+    Raises UserError for ids outside the vocabulary, for data prepared with another tokeniser, and for a training split
+    shorter than a sequence.
+    """
+    source = open_source(data, split)
+    for one in source.sources if isinstance(source, Joined) else [source]:
+        if isinstance(one, TokenFiles):
+            one.check_vocabulary(tokenizer.vocab_size)
+        if isinstance(one, Prepared):
+            one.check_tokenizer(tokenizer)
+    if split == "train":
+        encode = encoder(source, tokenizer)
+        pairs = 0
+        for index in range(len(source)):  # ends with the first document, as a rule
+            pairs += len(encode(index).target_bytes)
+            if pairs >= data.sequence_length:
+                return source
+        raise UserError(
+            f"{source.label}: {pairs} tokens in its {len(source)} training document(s), "
+            f"fewer than one sequence (data.sequence_length={data.sequence_length})"
+        )
+    return source
+
+
+def encoder(source: Source, tokenizer: Tokenizer) -> Callable[[int], Document]:
+    """Whole documents of a source by number, tokenised."""
+    encode = Encode(tokenizer)
+    return lambda index: encode.map(Piece(source[index], source.ends(index)))
+
+
+class Encode(grain.transforms.Map):
+    """`Piece` to `Document`."""
+
+    def __init__(self, tokenizer: Tokenizer):
+        self._tokenizer = tokenizer
+
+    def map(self, piece: Piece) -> Document:
+        tokenizer = self._tokenizer
+        rest = 0  # text that a tokeniser turned into no id at all: counted at eos, so that documents' bytes add up
+        if isinstance(piece.content, bytes):
+            ids, lengths = tokenizer.encode_with_bytes(piece.content)
+            rest = len(piece.content) - int(lengths.sum())
+        elif isinstance(piece.content, Tokenised):
+            ids, rest = piece.content.ids, piece.content.rest
+            known = piece.content.lengths
+            lengths = tokenizer.byte_lengths[ids] if known is None else known.astype(np.int32)
+        else:
+            ids = piece.content
+            lengths = tokenizer.byte_lengths[ids]
+        count = len(ids)
+        tokens = np.empty(count + 2, np.int32)
+        tokens[0], tokens[1:-1], tokens[-1] = tokenizer.bos_id, ids, tokenizer.eos_id
+        target_bytes = np.empty(count + 1, np.int32)
+        target_bytes[:-1], target_bytes[-1] = lengths, rest
+        if piece.ends:
+            return Document(tokens, target_bytes)
+        return Document(tokens[:-1], target_bytes[:-1])
+
+
+class Order(NamedTuple):
+    """One source's documents in the order that training reads them, without end."""
+
+    source: Source
+    pieces: Pieces
+    places: grain.MapDataset  # of pieces: their numbers
+    documents: grain.MapDataset
+
+
+def open_orders(data: DataConfig, tokenizer: Tokenizer, seed: int) -> list[Order]:
+    # grain adds the epoch to the seed: without a hash, seed 1 would begin with the second epoch of seed 0
+    order_seed = int(np.random.SeedSequence(seed).generate_state(1)[0])
+    orders = []
+    for _, own in parts(data, "train"):
+        source = open_corpus(own, tokenizer, "train")
+        pieces = Pieces(source, piece_size(data))
+        places = grain.MapDataset.range(len(pieces)).shuffle(seed=order_seed).repeat()
+        documents = grain.MapDataset.source(pieces).shuffle(seed=order_seed).repeat().map(Encode(tokenizer))
+        orders.append(Order(source, pieces, places, documents))
+    return orders
+
+
+def fingerprint(orders: Sequence[Order]) -> str:
+    return orders[0].source.fingerprint if len(orders) == 1 else joint_fingerprint([order.source for order in orders])
