@@ -7,6 +7,7 @@ import dataclasses
 import json
 import math
 import re
+import shutil
 import struct
 import sys
 import types
@@ -193,12 +194,14 @@ def test_mhc_is_shown_under_both_presets(report: Path) -> None:
     assert gains["paper"]["forward"] == gains["deepseek"]["backward"] == pytest.approx(1.0, abs=1e-5)
 
 
-def test_a_second_comparison_overwrites_the_first(report: Path, quick: None) -> None:
-    assert main([str(report), "--no_recompute"]) == 0
-    summary = read_json(report / "summary.json")
+def test_a_second_comparison_overwrites_the_first(report: Path, quick: None, tmp_path: Path) -> None:
+    again = tmp_path / "demo"
+    shutil.copytree(report, again)
+    assert main([str(again), "--no_recompute"]) == 0
+    summary = read_json(again / "summary.json")
     assert summary["arms"]["hc"]["recomputed_gain_difference"] is None
     assert any("--no_recompute" in text for text in summary["findings"])
-    assert "--no_recompute" in (report / "report.html").read_text()
+    assert "--no_recompute" in (again / "report.html").read_text()
 
 
 def test_names_are_escaped(tmp_path: Path, quick: None) -> None:
