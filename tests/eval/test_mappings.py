@@ -102,7 +102,7 @@ def test_means_of_doubly_stochastic_maps_are_doubly_stochastic(trained):
 def test_a_mistake_is_one_line_and_leaves_nothing(given, message, trained, tmp_path, capsys):
     out = tmp_path / "out"
     with pytest.raises(SystemExit) as left:
-        cli.run_main(mappings.main, ["--checkpoint", str(trained("mhc")), "--out", str(out), *given])
+        cli.run_main(mappings.main, ["--checkpoint", str(trained("plain")), "--out", str(out), *given])
     (line,) = capsys.readouterr().err.splitlines()
     assert left.value.code == 2 and message in line and not out.exists()
 

@@ -103,17 +103,13 @@ def of_step(config: Config, devices: int = 1, huge: tuple[str, ...] = ()) -> tup
     return made.first_nan(params, put_batch(packed(8, padding=True), made.mesh), 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "groups"),
     [
-        ("plain", {}),
-        *[pytest.param(kind, {}, marks=pytest.mark.slow) for kind in kinds.known() if kind != "plain"],
-        pytest.param(
-            "mhc",
-            {"train": {"batch_size": 8, "accumulation": 2}, "model": {"remat": "full"}},
-            marks=pytest.mark.slow,
-        ),
-        pytest.param("plain", {"moe": {"experts": 4, "shared": 1}}, marks=pytest.mark.slow),
+        *[(kind, {}) for kind in kinds.known()],
+        ("mhc", {"train": {"batch_size": 8, "accumulation": 2}, "model": {"remat": "full"}}),
+        ("plain", {"moe": {"experts": 4, "shared": 1}}),
     ],
 )
 def test_a_step_without_nan_has_none_on_its_way(kind, groups):
