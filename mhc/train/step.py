@@ -236,12 +236,12 @@ class Trainer:
             compiler_options=options,
         )
 
-    def _traced(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """``function``, traced for the mesh."""
+    def _traced(self, function: Callable[..., Any], mesh: Mesh | None = None) -> Callable[..., Any]:
+        """``function``, traced for the mesh, or for another."""
 
         @functools.wraps(function)
         def traced(*args: Any) -> Any:
-            with tracing_for(self.mesh):
+            with tracing_for(mesh or self.mesh):
                 return function(*args)
 
         return traced
@@ -267,8 +267,13 @@ class Trainer:
         """("forward" or "backward", the first operation of the step's loss or gradient that gives a NaN).
 
         None where there is none. The programs are compiled for this alone, with a check of every operation, and so
-        round differently from the step's.
+        round differently from the step's. Over several devices the compiler splits them as it likes, since checkify
+        takes no second shard_map: they may hold more than the step does. Attention is the reference implementation,
+        whose operations can be told apart.
         """
+        attention = dataclasses.replace(self.config.attention, impl="xla")
+        definition = DecoderDefinition(dataclasses.replace(self.config, attention=attention))
+        one = Mesh(self.mesh.devices.reshape(-1)[:1].reshape((1,) * self.mesh.devices.ndim), self.mesh.axis_names)
         accumulation = self.config.train.accumulation
 
         def begin(params: Params) -> Params:
@@ -276,14 +281,14 @@ class Trainer:
 
         def forward(params: Params, batch: Batch) -> jax.Array:
             micro = micro_batches(counted(self.config, batch), accumulation)
-            return jax.lax.map(lambda one: loss_parts(self.definition, begin(params), one).objective, micro)
+            return jax.lax.map(lambda one: loss_parts(definition, begin(params), one).objective, micro)
 
         def backward(params: Params, batch: Batch) -> Params:
-            return loss_and_gradients(self.definition, begin(params), batch, accumulation)[1]
+            return loss_and_gradients(definition, begin(params), batch, accumulation)[1]
 
         for name, function in (("forward", forward), ("backward", backward)):
             program = jax.jit(
-                self._traced(nan.checked(function)),
+                self._traced(nan.checked(function), one),
                 in_shardings=(self.layout.params, batch_sharding(self.mesh)),
                 compiler_options=compiler_options(self.mesh),
             )
