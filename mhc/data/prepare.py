@@ -38,7 +38,7 @@ from mhc.data import tokenizers
 from mhc.data.files import TextFiles, held_out, piece_size
 from mhc.data.packing import Tokenised, count_pieces, cut_text
 from mhc.data.places import Place, match, may_match, sha256
-from mhc.data.prepared import FORMAT, MANIFEST, ORIGIN, PLAN, TABLE, pack, parse, unpack
+from mhc.data.prepared import FORMAT, MANIFEST, ORIGIN, PLAN, TABLE, check_table, counts, pack, parse, unpack
 from mhc.errors import UserError
 
 _WRITER = "group_size:1,zstd:1"  # of array_record: each record by itself
@@ -184,7 +184,7 @@ def _go_on(
     if began is not None and finished:
         with _writing(folder):
             (folder / PLAN).unlink(missing_ok=True)
-        damaged = _damaged(began["shards"], folder, tell)
+        damaged = _damaged(began, folder, tell)
         if not damaged:
             tell(f"{folder} is prepared already")
             return began
@@ -229,8 +229,12 @@ def _go_on(
     return manifest
 
 
-def _damaged(shards: list[dict[str, Any]], folder: Path, tell: Tell) -> list[str]:
-    """Names of the shards whose files are missing or have another size or SHA-256 than in the manifest."""
+def _damaged(manifest: dict[str, Any], folder: Path, tell: Tell) -> list[str]:
+    """Names of the shards whose files are missing or have another size or SHA-256 than in the manifest.
+
+    Raises UserError where the manifest does not go with the table of one that has those.
+    """
+    shards = manifest["shards"]
     total = sum(shard["files"][ending]["size"] for shard in shards for ending in _ENDINGS)
     tell(f"checking {len(shards)} shard(s), {total / 1e6:,.1f} MB")
 
@@ -243,6 +247,8 @@ def _damaged(shards: list[dict[str, Any]], folder: Path, tell: Tell) -> list[str
                     return False
             except OSError:  # missing, or a sector that cannot be read
                 return False
+        table = np.load(folder / f"{shard['name']}.npy", allow_pickle=False)
+        check_table(shard, table, len(manifest["files"]), folder)
         return True
 
     found, told = [], time.monotonic()
@@ -488,9 +494,7 @@ def _make(job: _Job) -> dict[str, Any]:
         table = _make_files(job, paths)
     return {
         "name": job.name,
-        "documents": len(table),
-        "tokens": int(table["ids"].sum(dtype=np.int64)),
-        "bytes": int(table["bytes"].sum(dtype=np.int64)),
+        **counts(table),
         "files": {ending: {"size": path.stat().st_size, "sha256": sha256(path)} for ending, path in paths.items()},
         "kept": kept,
     }

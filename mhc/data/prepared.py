@@ -90,13 +90,49 @@ def parse(path: remote.Folder, content: bytes) -> dict[str, Any]:
             f"{path} has the format {found['format']}, this version reads {FORMAT}; prepare it again in a new folder"
         )
     fault = fault or _fault(found, form, "")
-    if not fault and path.name == MANIFEST and not found["shards"]:
-        fault = "it has no shard"
+    if not fault and path.name == MANIFEST:
+        fault = _fault_of_totals(found)
     if not fault and path.name != ORIGIN and not found["shard_size"]:
         fault = "shard_size is 0"
     if fault:
         raise UserError(f"{path} is damaged ({fault}): {remedy}")
     return found
+
+
+def _fault_of_totals(manifest: dict[str, Any]) -> str:
+    """What does not add up in a manifest, or ""."""
+    if not manifest["shards"]:
+        return "it has no shard"
+    for name in _COUNTS:
+        total = sum(shard[name] for shard in manifest["shards"])
+        if manifest[name] != total:
+            return f"{manifest[name]} {name}, its shards have {total}"
+    return ""
+
+
+def check_table(shard: dict[str, Any], table: np.ndarray, files: int, folder: Path) -> None:
+    """Raises UserError where what a folder's manifest says of a shard is not what the shard's table has.
+
+    Args: ``files``: how many the manifest has.
+    """
+    fault = ""
+    for name, counted in counts(table).items():
+        if shard[name] != counted:
+            fault = f"{shard[name]} {name} in {shard['name']}, its table has {counted}"
+            break
+    if not fault and table["file"].max(initial=-1) >= files:
+        fault = f"{files} files, the table of {shard['name']} has more"
+    if fault:
+        raise UserError(f"{folder / MANIFEST} is damaged ({fault}): remove the folder, and prepare it again")
+
+
+def counts(table: np.ndarray) -> dict[str, int]:
+    """Documents, tokens (without bos and eos) and bytes of text of a shard, from its table."""
+    return {
+        "documents": len(table),
+        "tokens": int(table["ids"].sum(dtype=np.int64)),
+        "bytes": int(table["bytes"].sum(dtype=np.int64)),
+    }
 
 
 def _fault(value: Any, form: Any, where: str) -> str:
@@ -236,11 +272,7 @@ class Prepared:
         if hashlib.sha256(content).hexdigest() != shard["files"]["npy"]["sha256"]:
             raise self._damaged(name, f"its SHA-256 is not that in {MANIFEST}")
         table: np.ndarray = np.load(io.BytesIO(content), allow_pickle=False)
-        if len(table) != shard["documents"] or table["file"].max(initial=-1) >= len(self._names):
-            raise UserError(
-                f"{self._where / MANIFEST} is damaged ({shard['documents']} documents of {len(self._names)} files in "
-                f"{shard['name']}, its table has {len(table)}): remove the folder, and prepare it again"
-            )
+        check_table(shard, table, len(self._names), self._where)
         return table
 
     def _damaged(self, name: str, why: str) -> UserError:

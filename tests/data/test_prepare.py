@@ -542,15 +542,31 @@ def test_a_file_of_the_folder_that_was_edited_is_a_line(
 def test_a_manifest_that_does_not_go_with_its_tables_is_a_line(
     tmp_path: Path, small: tuple[DataConfig, DataConfig]
 ) -> None:
+    """Any count that was edited, of a shard or of all, or of both alike; and a file that is gone from the list."""
     text, out = copied(small, tmp_path)
     data = dataclasses.replace(text, source=f"prepared:{out}")
     manifest = json.loads((out / "manifest.json").read_text())
-    wrong = json.loads(json.dumps(manifest))
-    wrong["shards"][2]["documents"] += 1
-    for edited in (wrong, {**manifest, "files": manifest["files"][:1]}):
-        (out / "manifest.json").write_text(json.dumps(edited))
-        with pytest.raises(UserError, match=r"manifest\.json is damaged \(\d+ documents of \d files in shard-"):
-            open_source(data, "train")
+
+    def edited(name: str, of_shard: int, of_all: int) -> dict[str, Any]:
+        made = json.loads(json.dumps(manifest))
+        made["shards"][2][name] += of_shard
+        made[name] += of_all
+        return dict(made)
+
+    def refused(content: dict[str, Any], by: Callable[[], Any]) -> None:
+        (out / "manifest.json").write_text(json.dumps(content))
+        assert re.search(r"manifest\.json is damaged \(\d+ \w+(,| in shard-00002,) \w.*\): remove the folder", line(by))
+
+    for name in ("documents", "tokens", "bytes"):
+        for more in ((1, 0), (0, 1), (1, 1), (-1, -1)):
+            for by in (lambda: open_source(data, "train"), lambda: prepared(text, out)):
+                refused(edited(name, *more), by)
+    fewer = {**manifest, "files": manifest["files"][:1]}
+    (out / "manifest.json").write_text(json.dumps(fewer))
+    with pytest.raises(UserError, match=r"manifest\.json is damaged \(1 files, the table of shard-\d+ has more\)"):
+        open_source(data, "train")
+    (out / "manifest.json").write_text(json.dumps(manifest))
+    open_source(data, "train")
 
 
 def test_without_its_origin_a_folder_is_compared_by_content(
