@@ -1,6 +1,7 @@
 """The edge that command-line programs share: arguments, config files with overrides, and errors of one line.
 
-Exit codes: 0 done, 2 a user's mistake, 130 interrupted from the keyboard; a program says when it has others.
+Exit codes: 0 done, 2 a user's mistake, 130 interrupted from the keyboard, 143 by SIGTERM where a program takes it; a
+program says when it has others.
 """
 
 from __future__ import annotations
@@ -11,10 +12,12 @@ import contextlib
 import os
 import re
 import runpy
+import signal
 import sys
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import FrameType
 from typing import Any, NoReturn
 
 from ml_collections import ConfigDict
@@ -67,10 +70,31 @@ def run_main(main: Callable[[Sequence[str]], int], arguments: Sequence[str] | No
     except UserError as error:
         print("error:", " ".join(str(error).split()), file=sys.stderr)
         code = 2
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as interrupt:
         print("interrupted", file=sys.stderr)
-        _leave(130)
+        _leave(128 + (signal.SIGTERM if isinstance(interrupt, _Terminated) else signal.SIGINT))
     sys.exit(code)
+
+
+class _Terminated(KeyboardInterrupt):
+    """SIGTERM."""
+
+
+@contextlib.contextmanager
+def interrupted_by_sigterm() -> Iterator[None]:
+    """SIGTERM meanwhile is an interrupt from the keyboard, but for the exit code: what is open is closed and cleared.
+
+    For the main thread alone.
+    """
+
+    def interrupt(number: int, frame: FrameType | None) -> NoReturn:
+        raise _Terminated
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _leave(code: int) -> NoReturn:
@@ -80,6 +104,16 @@ def _leave(code: int) -> NoReturn:
         with contextlib.suppress(OSError, ValueError):  # a pipe whose reader was interrupted as well
             stream.flush()
     os._exit(code)
+
+
+@contextlib.contextmanager
+def own_names(fields: Sequence[str]) -> Iterator[None]:
+    """A UserError about one of these fields of `data` names the option of the program that has its name."""
+    try:
+        yield
+    except UserError as error:
+        given = re.sub(rf"(?<![\w/.-])data\.({'|'.join(fields)})\b", r"--\1", str(error))
+        raise UserError(given) from None
 
 
 def load_config(path: str, arguments: Sequence[str], parser: Parser) -> Config:

@@ -10,6 +10,7 @@ there, and ends with the same bytes. A file of the corpus that has changed meanw
 from __future__ import annotations
 
 import argparse
+import collections
 import contextlib
 import dataclasses
 import fcntl
@@ -46,8 +47,10 @@ _PART = ".part-"
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _LARGEST = 10**18  # bytes a shard
 _TELL_EVERY = 5.0  # seconds
+_RECENT = 60.0  # seconds that speed and time left are taken over
 _ENDINGS = ("array_record", "npy")
 _READ_AT_ONCE = 256  # records
+_ENDING = (signal.SIGINT, signal.SIGTERM)
 
 Tell = Callable[[str], None]
 
@@ -130,17 +133,25 @@ def _prepare(
         raise UserError(f"--out {folder}: holds other files; name a new folder")
     try:
         return _go_on(data, folder, whole, workers, shard_size, began, tell)
-    except BaseException:
+    except BaseException as error:
         with contextlib.suppress(OSError):
             for left in folder.glob(f"{_PART}*"):  # perhaps what filled the disk
                 left.unlink()
             _clear(folder)
+        if isinstance(error, _Changed):
+            remedy = f"remove {folder}, and start again" if _has_begun(folder) else "start again"
+            raise UserError(f"{error} has changed while it was prepared: {remedy}") from None
         raise
+
+
+def _has_begun(folder: Path) -> bool:
+    """Whether there is more than files that `_clear` removes."""
+    return (folder / MANIFEST).exists() or any(folder.glob("shard-*.array_record"))
 
 
 def _clear(folder: Path) -> None:
     """Removes what was written of a preparation that has made no shard: it would only stand in the next one's way."""
-    if (folder / MANIFEST).exists() or any(folder.glob("shard-*.array_record")):
+    if _has_begun(folder):
         return
     for path in (folder / ORIGIN, folder / PLAN, *folder.glob(f"{_PART}*"), *folder.glob("shard-*.npy")):
         path.unlink(missing_ok=True)
@@ -211,7 +222,7 @@ def _go_on(
     shards = _run(jobs, data, workers, tell)
     for before, now in itertools.zip_longest(places, match("text", pattern)):
         if before != now:
-            raise _changed(str(before or now), folder)
+            raise _Changed(str(before or now))
     if began is not None and finished:
         for shard in shards:
             if shard not in began["shards"]:
@@ -262,8 +273,8 @@ def _damaged(manifest: dict[str, Any], folder: Path, tell: Tell) -> list[str]:
     return found
 
 
-def _changed(what: str, folder: Path) -> UserError:
-    return UserError(f"{what} has changed while it was prepared: remove {folder}, and start again")
+class _Changed(UserError):
+    """A file of the corpus, by its path, is another than at the start."""
 
 
 # What is prepared -----------------------------------------------------------------------------------------------------
@@ -398,7 +409,8 @@ class _Worker:
     def start(cls, data: DataConfig, counts: Any) -> None:
         parent = multiprocessing.parent_process()
         if parent is not None:
-            signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent is told, and tells
+            for number in _ENDING:
+                signal.signal(number, signal.SIG_IGN)  # the parent is told, and tells
             threading.Thread(target=_end_with, args=(parent.sentinel,), daemon=True).start()
         cls.data, cls.counts = data, counts
         cls.tokenizer = tokenizers.load(data.tokenizer)
@@ -410,6 +422,16 @@ class _Worker:
                 raise _Stopped
             for place, more in enumerate((documents, ids, size)):
                 cls.counts[place] += more
+
+
+@contextlib.contextmanager
+def _held_back() -> Iterator[None]:
+    """The signals that end a program wait; in a process that starts meanwhile, until it says how it takes them."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _ENDING)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _end_with(sentinel: int) -> None:
@@ -436,7 +458,8 @@ def _run(jobs: list[_Job], data: DataConfig, workers: int, tell: Tell) -> list[d
             while waiting or running:
                 while waiting and len(running) < 2 * workers:
                     number, job = waiting.pop()
-                    running[pool.submit(_make, job)] = number
+                    with _held_back():
+                        running[pool.submit(_make, job)] = number
                 done, _ = futures.wait(running, timeout=1.0, return_when=futures.FIRST_COMPLETED)
                 for future in done:
                     number = running.pop(future)
@@ -456,13 +479,15 @@ def _run(jobs: list[_Job], data: DataConfig, workers: int, tell: Tell) -> list[d
 
 
 class _Clock:
-    """Tells how far it is, every few seconds."""
+    """Tells how far it is, every few seconds, with the speed of the last minute, and at the end with that of all."""
 
     def __init__(self, total: int, tell: Tell):
         self._total = total
         self._tell = tell
         self._kept = 0
-        self._began = self._told = time.monotonic()
+        self._told = time.monotonic()
+        self._began = self._told
+        self._seen = collections.deque([(self._told, 0)])  # (time, bytes) of each line, the first of a minute ago
 
     def keep(self, size: int) -> None:
         """Counts bytes of the corpus that were prepared before."""
@@ -475,7 +500,11 @@ class _Clock:
         if now - self._told < _TELL_EVERY and not last:
             return
         self._told = now
-        rate = size / max(now - self._began, 1e-9)
+        while len(self._seen) > 1 and self._seen[1][0] <= now - _RECENT:
+            self._seen.popleft()
+        then, before = (self._began, 0) if last else self._seen[0]
+        self._seen.append((now, size))
+        rate = (size - before) / max(now - then, 1e-9)
         left = (self._total - self._kept - size) / rate if rate else float("inf")
         time_left = f"{left // 60:.0f} min {left % 60:02.0f} s left" if np.isfinite(left) else "time left unknown"
         kept = f" (and {self._kept / 1e6:,.1f} MB from before)" if self._kept else ""
@@ -556,7 +585,7 @@ def _make_files(job: _Job, paths: dict[str, Path]) -> np.ndarray:
         writer = ArrayRecordWriter(str(parts["array_record"]), _WRITER)
     try:
         for number in range(len(documents)):
-            text = _text(documents, number, job.folder)
+            text = _text(documents, number)
             document = _tokenise(cut_text(text, int(pieces[number]), size))
             with _writing(paths["array_record"]):
                 writer.write(pack(document))
@@ -568,7 +597,7 @@ def _make_files(job: _Job, paths: dict[str, Path]) -> np.ndarray:
         raise
     with _writing(paths["array_record"]):
         writer.close()
-    _check_unchanged(documents, job.folder)
+    _check_unchanged(documents)
     with _writing(paths["npy"]), parts["npy"].open("wb") as file:
         np.save(file, table)
     for ending in reversed(_ENDINGS):  # a shard is there when both are
@@ -579,18 +608,18 @@ def _make_files(job: _Job, paths: dict[str, Path]) -> np.ndarray:
     return table
 
 
-def _text(documents: TextFiles, number: int, folder: Path) -> bytes:
+def _text(documents: TextFiles, number: int) -> bytes:
     try:
         return documents[number]
     except UserError:
-        _check_unchanged(documents, folder)
+        _check_unchanged(documents)
         raise
     except OSError as error:
-        _check_unchanged(documents, folder)
+        _check_unchanged(documents)
         raise UserError(f"{documents.name(number)} cannot be read: {error.strerror}") from None
 
 
-def _check_unchanged(documents: TextFiles, folder: Path) -> None:
+def _check_unchanged(documents: TextFiles) -> None:
     """Raises UserError for a local file of these documents of another size or time of change than at the start."""
     for number in np.unique(documents.index.owner).tolist():
         place = documents.places[number]
@@ -599,9 +628,9 @@ def _check_unchanged(documents: TextFiles, folder: Path) -> None:
         try:
             state = os.stat(place.path)
         except OSError:
-            raise _changed(place.path, folder) from None
+            raise _Changed(place.path) from None
         if (state.st_size, state.st_mtime_ns) != (place.size, place.version):
-            raise _changed(place.path, folder)
+            raise _Changed(place.path)
 
 
 def _tokenise(texts: Sequence[bytes]) -> Tokenised:
@@ -628,9 +657,7 @@ def _size(text: str) -> int:
     return int(size)
 
 
-def _in_own_options(message: str) -> str:
-    """A complaint about a field of `data` by the name of this program's option."""
-    return re.sub(r"(?<![\w/.-])data\.(source|tokenizer|field|sequence_length|holdout|cache_dir)\b", r"--\1", message)
+_OWN = ("source", "tokenizer", "field", "sequence_length", "holdout", "cache_dir")  # of data, options here
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -656,7 +683,7 @@ def main(arguments: Sequence[str]) -> int:
     options: argparse.Namespace = parser.parse_args(arguments)
     if options.workers is not None and options.workers < 1:
         raise UserError(f"--workers: given {options.workers}, allowed: 1 or more")
-    try:
+    with cli.interrupted_by_sigterm(), cli.own_names(_OWN):
         manifest = prepare(
             options.source,
             options.out,
@@ -670,8 +697,6 @@ def main(arguments: Sequence[str]) -> int:
             cache_dir=options.cache_dir,
             tell=lambda line: print(line, file=sys.stderr, flush=True),
         )
-    except UserError as error:
-        raise UserError(_in_own_options(str(error))) from None
     print(
         f"{options.out}: {manifest['documents']:,} documents, {manifest['tokens']:,} tokens, "
         f"{manifest['bytes']:,} bytes of text in {len(manifest['shards'])} shard(s)"

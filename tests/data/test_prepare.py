@@ -29,6 +29,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mhc import cli
 from mhc.config import DataConfig
 from mhc.data import files, prepare, tokenizers
 from mhc.data.orders import open_corpus
@@ -702,9 +703,113 @@ def test_a_file_that_changes_meanwhile_ends_the_shard_that_reads_it(
         return make(job)
 
     monkeypatch.setattr(prepare, "_make", make_and_touch)
-    with pytest.raises(UserError, match=r"corpus/0\.jsonl has changed while it was prepared: remove .*/new"):
+    with pytest.raises(UserError, match=r"corpus/0\.jsonl has changed while it was prepared: remove .*/new, and"):
         prepared(data, tmp_path / "new", workers=1, shard_size=9000)
     assert len(made) < 5  # of fifteen
+
+
+def test_where_nothing_is_left_of_it_nothing_is_to_be_removed(
+    tmp_path: Path, small: tuple[DataConfig, DataConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data, _ = copied(small, tmp_path)
+    make = prepare._make
+
+    def touch_and_make(job: Any) -> dict[str, Any]:
+        os.utime(tmp_path / "corpus" / "0.jsonl", (1, 1))
+        return make(job)
+
+    monkeypatch.setattr(prepare, "_make", touch_and_make)
+    with pytest.raises(UserError, match=r"corpus/0\.jsonl has changed while it was prepared: start again$"):
+        prepared(data, tmp_path / "new", workers=1)
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("shards", [0, 3])
+def test_a_signal_ends_it_as_any_error_does(
+    tmp_path: Path,
+    small: tuple[DataConfig, DataConfig],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    number: signal.Signals,
+    shards: int,
+) -> None:
+    """One line, its exit code, and whole shards or nothing; then the same command goes on."""
+    text, made = copied(small, tmp_path)
+    out = tmp_path / "new"
+    arguments = ["--source", text.source, "--out", str(out), "--tokenizer", text.tokenizer, "--sequence_length", "16"]
+    arguments += ["--holdout", "0.2", "--shard_size", "9000", "--workers", "1", "--cache_dir", str(text.cache_dir)]
+    make = prepare._make_files
+
+    def make_and_signal(job: Any, paths: dict[str, Path]) -> Any:
+        if job.name == f"shard-{shards:05d}":
+            os.kill(os.getpid(), number)
+        return make(job, paths)
+
+    class Left(Exception):
+        pass
+
+    def leave(code: int) -> None:
+        raise Left(code)
+
+    monkeypatch.setattr(cli, "_leave", leave)
+    handlers = {each: signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGINT)}
+    with monkeypatch.context() as patch:
+        patch.setattr(prepare, "_make_files", make_and_signal)
+        with pytest.raises(Left, match=f"^{128 + number}$"):
+            cli.run_main(prepare.main, arguments)
+    assert handlers == {each: signal.getsignal(each) for each in handlers}
+    assert capsys.readouterr().err.splitlines()[-1] == "interrupted"
+    assert out.exists() == bool(shards)
+    if shards:
+        left = content(out)
+        assert {"plan.json", "origin.json", "shard-00002.array_record"} < set(left)
+        assert not [name for name in left if name.startswith(".part-")]
+    assert prepare.main(arguments) == 0
+    assert {**content(out), "origin.json": b""} == {**content(made), "origin.json": b""}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("after", [0.0, 0.7, 1.5, 2.5, 3.5])  # seconds; imports, processes that begin, shards
+def test_sigterm_to_it_and_its_processes_at_any_time_is_one_line(tmp_path: Path, bpe: str, after: float) -> None:
+    write_lines(tmp_path / "corpus" / "0.jsonl", 3000, 0)
+    out = tmp_path / "out"
+    command = [sys.executable, "-W", "error", "-m", "mhc.data.prepare", "--source", f"text:{tmp_path}/corpus/*.jsonl"]
+    command += ["--tokenizer", bpe, "--out", str(out), "--shard_size", "8KB", "--workers", "2"]
+    running = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    assert running.stderr is not None
+    said = [running.stderr.readline()]  # it hashes: the program is there
+    time.sleep(after)
+    os.killpg(running.pid, signal.SIGTERM)
+    with running:
+        said += running.stderr.readlines()
+    assert running.returncode == 128 + signal.SIGTERM
+    assert said[-1] == "interrupted\n" and not [
+        each for each in said[:-1] if "MB" not in each and "finding" not in each
+    ]
+    left = [path.name for path in out.iterdir()] if out.exists() else []
+    assert not left or any(name.endswith(".array_record") for name in left)
+    assert not [name for name in left if name.startswith(".part-")]
+
+
+def test_speed_and_time_left_are_those_of_the_last_minute(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr(prepare.time, "monotonic", lambda: now)
+    lines: list[str] = []
+    clock = prepare._Clock(1000 * 10**6, lines.append)
+    size = 0
+    for second in range(1, 401):
+        now, size = float(second), size + (4 if second <= 100 else 1) * 10**6
+        clock.tell([0, 0, size])
+    assert len(lines) == 80  # every five seconds
+    assert ", 4.00 MB/s, 2 min 30 s left" in lines[19]  # 600 MB left
+    assert ", 2.50 MB/s, " in lines[25]  # half a minute after it became slower
+    assert ", 1.00 MB/s, 9 min 00 s left" in lines[31]  # a minute
+    now += 60.0
+    clock.tell([0, 0, size])  # it stands still
+    assert lines[80].endswith(" 0.00 MB/s, time left unknown")
+    clock.tell([0, 0, 1000 * 10**6], last=True)
+    assert ", 2.17 MB/s, 0 min 00 s left" in lines[81]  # in all
 
 
 def test_two_processes_do_not_prepare_the_same_folder(tmp_path: Path, small: tuple[DataConfig, DataConfig]) -> None:
@@ -726,7 +831,7 @@ def test_a_mistake_in_a_document_is_one_line_of_the_process_that_found_it(
             (tmp_path / "corpus" / "1.jsonl").write_text("[" * 10**6)
 
     monkeypatch.setattr(files.TextFiles, "_scan", scan_and_change)
-    with pytest.raises(UserError, match=r"1\.jsonl has changed while it was prepared: remove"):
+    with pytest.raises(UserError, match=r"1\.jsonl has changed while it was prepared: (remove .*, and )?start again$"):
         prepared(data, tmp_path / "new", workers=2)
     assert not (tmp_path / "new" / "manifest.json").exists()
 
