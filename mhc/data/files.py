@@ -71,6 +71,7 @@ class _Files:
         index = self._load_index(sizes)
         if not len(index.start):
             raise UserError(f"{self.label} is empty: {len(self.places)} file(s) without any {self.unit}")
+        self.holdout = None if whole else data.holdout
         if not whole:
             index = index[of_split(index.owner, index.number, self.names, data.holdout, split, self.label)]
         self.index = index

@@ -39,11 +39,15 @@ _MEANS = {  # what a position belongs to, for messages
     "format": "form (by another version of mhc)",
     "batch_size": "train.batch_size",
     "seed": "seed.data",
+    "sequence_length": "data.sequence_length, which says where long documents are cut",
+    "holdout": "data.holdout",
     "corpus": "corpus in data.source (names or sizes of its files, or how they are read and held out)",
-    "piece": "data.sequence_length, which says where long documents are cut",
     "tokenizer": "data.tokenizer",
+    "piece": "data.sequence_length, which says where long documents are cut",
     "mixture": "mixture in data.source (its names or weights)",
 }
+_SHOWN = ("batch_size", "seed", "sequence_length", "holdout")  # whose values are the user's own
+_OPTIONAL = ("sequence_length", "holdout")  # not in older states, nor where a source has a split of its own
 
 
 class TrainIterator:
@@ -69,10 +73,13 @@ class TrainIterator:
             "format": _STATE_FORMAT,
             "batch_size": batch_size,
             "seed": seed,
+            "sequence_length": data.sequence_length,
             "corpus": corpus,
-            "piece": piece_size(data),
             "tokenizer": tokenizer.content_hash,
+            "piece": piece_size(data),
         }
+        if any(order.source.holdout is not None for order in self._orders):
+            self._identity["holdout"] = data.holdout
         if len(shares) > 1:
             self._identity["mixture"] = [[one.name, one.weight] for one in shares]
         self._rows = list(rows)
@@ -117,18 +124,20 @@ class TrainIterator:
             found.append({"row": row, "document": document, "offset": offset})
         return found
 
-    def set_state(self, state: dict[str, Any]) -> None:
+    def set_state(
+        self, state: dict[str, Any], remedy: str = "restore what it was, or begin a new run with train.init_from"
+    ) -> None:
         """Continues after the batch at which ``state`` was taken, by a process or by `merge_states` of all of them.
 
-        Raises UserError when the state belongs to another batch size, seed, corpus or tokeniser, or lacks rows of this
-        process.
+        Raises UserError when the state belongs to another batch size, seed, corpus, share held out, length or
+        tokeniser, with the ``remedy``, or lacks rows of this process.
         """
-        for key, ours in self._identity.items():
-            if state.get(key) != ours and not (key == "format" and state.get(key) == 1):
-                raise UserError(
-                    f"the data position was saved with another {_MEANS[key]}; restore what it was, or begin a "
-                    f"new run with train.init_from ({key}: saved {state.get(key)}, now {ours})"
-                )
+        for key in filter(self._identity.__contains__, _MEANS):
+            saved, ours = state.get(key), self._identity[key]
+            if saved == ours or (key == "format" and saved == 1) or (key in _OPTIONAL and saved is None):
+                continue
+            values = f" (saved {saved}, now {ours})" if key in _SHOWN else ""
+            raise UserError(f"the data position was saved with another {_MEANS[key]}; {remedy}{values}")
         place = {row: index for index, row in enumerate(_rows(state))}
         missing = [row for row in self._rows if row not in place]
         if missing:

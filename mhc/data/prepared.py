@@ -230,6 +230,7 @@ class Prepared:
         table = np.concatenate([self._table_of(shard) for shard in shards])
         self._first = np.cumsum([0, *(shard["documents"] for shard in shards)])
         self._records = np.arange(len(table))
+        self.holdout = None if whole else data.holdout
         if not whole:
             wanted = of_split(table["file"], table["number"], self._names, data.holdout, split, self.label)
             self._records, table = self._records[wanted], table[wanted]

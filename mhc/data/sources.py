@@ -33,7 +33,8 @@ class Source(Protocol):
     """Documents of one split, at least one."""
 
     label: str  # how the user named the corpus
-    fingerprint: str  # hex: equal when the documents and their order are (names and sizes stand for contents)
+    fingerprint: str  # hex: equal when the corpus and its order are (names and sizes stand for contents)
+    holdout: float | None  # the share of the corpus that is held out; None: it is read whole, or has its own splits
 
     @property
     def sizes(self) -> np.ndarray | None:
@@ -148,6 +149,7 @@ class _Tfds:
             ) from None
         count = len(self._examples)
         self._indices = np.arange(count)
+        self.holdout = None if selected or whole else holdout
         if not selected and not (whole and split == "validation"):
             held = hold_out(count, holdout, label) if not whole else np.zeros(count, bool)
             self._indices = np.flatnonzero(held if split == "validation" else ~held)
@@ -225,6 +227,7 @@ class Joined:
     def __init__(self, sources: Sequence[Source], label: str):
         self.sources, self.label = list(sources), label
         self.fingerprint = joint_fingerprint(sources)
+        self.holdout = next((one.holdout for one in sources if one.holdout is not None), None)
         self._first = np.concatenate([[0], np.cumsum([len(one) for one in sources])])
 
     @property

@@ -170,8 +170,12 @@ def set_data(data: TrainIterator, config: Config, found: Source) -> None:
     position = host_of(found.run, found.step)["data"]
     if position is None:
         raise UserError(f"train.init_data: {config.train.init_from} holds weights alone, and no place in the data")
+    theirs = found.config.data  # what older positions do not have
+    position = {"sequence_length": theirs.sequence_length, "holdout": theirs.holdout, **position}
     try:
-        data.set_state(position)
+        data.set_state(
+            position, remedy="restore what it was, or set train.init_data=False to begin with the first batch"
+        )
     except UserError as error:
         raise UserError(f"train.init_data: {config.train.init_from} reads other batches: {error}") from None
 

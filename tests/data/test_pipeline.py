@@ -157,17 +157,62 @@ def test_a_position_saved_in_the_first_format_is_read(texts: DataConfig) -> None
 def test_states_of_another_run_are_refused(texts: DataConfig, tmp_path: Path) -> None:
     iterator = train_iterator(texts, BYTES, batch_size=8, seed=0)
     state = iterator.get_state()
-    fields = {"batch_size": "train.batch_size", "seed": "seed.data", "corpus": "corpus in data.source"}
-    fields |= {"tokenizer": "data.tokenizer", "piece": "data.sequence_length", "format": "form"}
-    for (key, field), value in zip(fields.items(), (4, 1, "0", "x", 1, 0), strict=True):
-        with pytest.raises(UserError, match=rf"saved with another {field}.*init_from \({key}: saved {value}, now"):
+    fields = {
+        "format": (r"form .*init_from", 0),
+        "batch_size": (r"train\.batch_size; .* \(saved 4, now 8\)", 4),
+        "seed": (r"seed\.data; .* \(saved 1, now 0\)", 1),
+        "sequence_length": (r"data\.sequence_length, .* \(saved 9, now 48\)", 9),
+        "holdout": (r"data\.holdout; .* \(saved 0\.5, now 0\.05\)", 0.5),
+        "corpus": (r"corpus in data\.source .*init_from", "0"),
+        "tokenizer": (r"data\.tokenizer; .*init_from", "x"),
+        "piece": (r"data\.sequence_length, .*init_from", 1),
+    }
+    assert set(fields) == set(state) - {"rows", "position", "offset"}
+    for key, (said, value) in fields.items():
+        with pytest.raises(UserError, match=f"saved with another {said}$"):
             iterator.set_state({**state, key: value})
+        with pytest.raises(UserError, match=r"saved with another .*; do this") as raised:
+            iterator.set_state({**state, key: value}, remedy="do this")
+        assert "init_from" not in str(raised.value)
     half = train_iterator(texts, BYTES, batch_size=8, seed=0, rows=range(4, 8)).get_state()
     with pytest.raises(UserError, match=r"has 4 rows of the batch, this process needs row 0 too"):
         iterator.set_state(half)
     (tmp_path / "texts" / "060.txt").write_text("one more document\n")
     with pytest.raises(UserError, match=r"saved with another corpus in data\.source"):
         train_iterator(texts, BYTES, batch_size=8, seed=0).set_state(state)
+
+
+@pytest.mark.parametrize("kind", ["files", "lines", "tokens", "mixture", "validation"])
+def test_a_position_is_refused_where_another_share_is_held_out(texts: DataConfig, tmp_path: Path, kind: str) -> None:
+    """Whatever the source, unless nothing is held out of it."""
+    (tmp_path / "a.jsonl").write_text("".join(f'{{"text": "line {number} of a text"}}\n' for number in range(200)))
+    np.save(tmp_path / "a.npy", np.arange(4000) % 250)
+    sources = {"files": texts.source, "lines": f"text:{tmp_path}/a.jsonl", "tokens": f"tokens:{tmp_path}/a.npy"}
+    sources["mixture"] = f"mix:a=1*{sources['lines']};b=1*{sources['files']}"
+    data = dataclasses.replace(texts, source=sources.get(kind, texts.source), sequence_length=16)
+    if kind == "validation":
+        data = dataclasses.replace(data, validation=sources["lines"])
+    one, other = (
+        train_iterator(dataclasses.replace(data, holdout=holdout), BYTES, batch_size=2, seed=0)
+        for holdout in (0.05, 0.2)
+    )
+    state = one.get_state()
+    one.set_state(state)
+    if kind == "validation":
+        other.set_state(state)
+        same(take(one, 3), take(other, 3))
+        return
+    with pytest.raises(UserError, match=r"another data\.holdout; .* \(saved 0\.05, now 0\.2\)$"):
+        other.set_state(state)
+
+
+def test_positions_saved_before_lengths_and_shares_were_are_read(texts: DataConfig) -> None:
+    iterator = train_iterator(texts, BYTES, batch_size=8, seed=0)
+    take(iterator, 3)
+    state = iterator.get_state()
+    expected = take(iterator, 2)
+    iterator.set_state({key: value for key, value in state.items() if key not in ("sequence_length", "holdout")})
+    same(take(iterator, 2), expected)
 
 
 def test_closing_ends_the_thread_and_may_be_repeated(texts: DataConfig) -> None:

@@ -137,6 +137,15 @@ def test_batches_are_those_of_the_text_for_the_other_formats(tmp_path: Path, bpe
     assert names[0].replace(f"{tmp_path}/corpus/", "") == names[1]
 
 
+def test_a_position_in_it_is_refused_where_another_share_is_held_out(small: tuple[DataConfig, DataConfig]) -> None:
+    tokenizer = tokenizers.load(small[1].tokenizer)
+    made = [dataclasses.replace(small[1], holdout=holdout) for holdout in (0.2, 0.4)]
+    one, other = (train_iterator(data, tokenizer, batch_size=2, seed=0) for data in made)
+    one.set_state(one.get_state())
+    with pytest.raises(UserError, match=r"another data\.holdout; .* \(saved 0\.2, now 0\.4\)"):
+        other.set_state(one.get_state())
+
+
 def test_a_validation_set_of_its_own(tmp_path: Path, small: tuple[DataConfig, DataConfig]) -> None:
     write_lines(tmp_path / "held" / "a.jsonl", 20, 9)
     text = dataclasses.replace(small[0], validation=f"text:{tmp_path}/held/a.jsonl")

@@ -305,6 +305,7 @@ def test_the_builder_splits_a_tree_by_file_and_leaves_out_what_it_says(
     assert len(expected) == 80
     assert sorted(train + held) == sorted(expected)
     assert 1 <= len(held) < 20
+    assert open_source(data, "train").holdout is None
     prepared = list((tmp_path / "cache").iterdir())
     assert len(prepared) == 1  # no half-prepared folder beside it
     assert prepared[0].name.startswith("stdlib-1-python3.")
@@ -401,12 +402,14 @@ def test_tfds_splits(prepared: Callable[..., DataConfig]) -> None:
     for name in ("tfds:tales:1.2.3", "tfds:tales:1.*.*"):
         assert len(open_source(dataclasses.replace(data, source=name), "train")) == 100
     assert re.fullmatch(r"tfds:tales, split train, example \d+", open_source(data, "train").name(5))
+    assert open_source(data, "train").holdout is None
 
 
 def test_a_tfds_dataset_with_one_split_is_held_out_by_hash(prepared: Callable[..., DataConfig]) -> None:
     data = dataclasses.replace(prepared(("train",)), holdout=0.2)
     held = list(documents(data, "validation"))
     assert 5 < len(held) < 40
+    assert open_source(data, "train").holdout == 0.2
     assert everything(data) == sorted(f"train tale {n}".encode() for n in range(100))
 
 

@@ -363,7 +363,11 @@ def test_a_branch_that_is_stopped_goes_on_and_needs_its_source_no_more(
             r"train\.init_data: .* reads other batches: .*another data\.sequence_length",
         ),
         ({"train": {"batch_size": 4}}, r"another train\.batch_size; .*saved 8, now 4"),
-        ({"seed": {"data": 3}}, r"another seed\.data; .*saved 0, now 3"),
+        ({"seed": {"data": 3}}, r"another seed\.data; .*set train\.init_data=False to .*\(saved 0, now 3\)"),
+        (
+            {"data": {"holdout": 0.4}},
+            r"another data\.holdout; .*set train\.init_data=False to .*\(saved 0\.\d+, now 0\.4",
+        ),
     ],
 )
 def test_a_place_in_other_data_is_refused(
@@ -373,6 +377,20 @@ def test_a_place_in_other_data_is_refused(
     with pytest.raises(UserError, match=words):
         opened(config(corpus, "plain", **{**STABLE, **groups, "train": train}), tmp_path / "x")
     assert not (tmp_path / "x").exists()
+
+
+def test_a_place_saved_before_it_had_the_share_held_out_is_compared_by_the_config(
+    corpus: str, stable: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def old(run: Any, step: int) -> dict[str, Any]:
+        host = host_of(run, step)
+        return {**host, "data": {key: value for key, value in host["data"].items() if key != "holdout"}}
+
+    monkeypatch.setattr(start, "host_of", old)
+    train = {"init_from": f"{stable}@2", "init_data": True}
+    opened(config(corpus, "plain", **{**STABLE, "train": train}), tmp_path / "x")
+    with pytest.raises(UserError, match=r"another data\.holdout; .*, now 0\.4\)"):
+        opened(config(corpus, "plain", **{**STABLE, "train": train, "data": {"holdout": 0.4}}), tmp_path / "x")
 
 
 def test_weights_alone_have_no_place_in_the_data(corpus: str, tmp_path: Path) -> None:
