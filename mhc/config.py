@@ -40,17 +40,25 @@ class Share(NamedTuple):
 def shares(value: str, field: str = "data.source") -> tuple[Share, ...]:
     """The sources of ``mix:NAME=WEIGHT*SOURCE;…`` or ``sets:NAME=SOURCE;…``; of any other, that one alone.
 
-    Raises UserError for a part that is not of that form, a name used twice, or a weight that is no positive number.
+    A ``;`` may end the last part. Raises UserError for a part that is not of that form, a name used twice, or a weight
+    that is no positive number.
     """
     kind, _, rest = value.partition(":")
     if kind not in ("mix", "sets"):
         return (Share("", 1.0, value),)
     form = "NAME=WEIGHT*SOURCE" if kind == "mix" else "NAME=SOURCE"
     found: list[Share] = []
-    for part in rest.split(";"):
+    parts = rest.strip().removesuffix(";").split(";")
+    for place, part in enumerate(parts, start=1):
+        if not part.strip():
+            which = f"part {place} of {len(parts)} is empty" if len(parts) > 1 else f"{value!r} names no source"
+            raise UserError(f"{field}: {which}, allowed: {kind}:{form};{form};…")
         name, equals, source = part.partition("=")
         name = name.strip()
         weight, star, rest_of = source.partition("*") if kind == "mix" else ("1", "*", source)
+        if source.strip() and (":" in weight or weight.strip() in ("", "stdlib")):  # a glob may have stars as well
+            given = (rest_of if star and not weight.strip() else source).strip()
+            raise UserError(f"{field}: the part {name!r} has no weight, allowed: {form}, e.g. {name}=1*{given}")
         if not (name and equals and star and rest_of.strip()):
             _refuse(field, part.strip(), f"{kind}:{form};{form};… with {form} in each part")
         if not re.fullmatch(r"[A-Za-z0-9_.-]+", name):
@@ -77,6 +85,9 @@ def shares(value: str, field: str = "data.source") -> tuple[Share, ...]:
 def _check_source(name: str, value: str, allowed: str) -> None:
     prefix, colon, rest = value.partition(":")
     kinds_of = [name.partition(":")[0] for name in SOURCES]
+    if colon and prefix in ("mix", "sets"):
+        where = {"mix": "data.source", "sets": "data.validation"}[prefix]
+        _refuse(name, value, f"{allowed}; {prefix}: is for {where} as a whole")
     if value != "stdlib" and not (prefix in kinds_of[1:] and rest):
         _refuse(name, value, allowed, did_you_mean(prefix, kinds_of) if not colon or rest else "")
 

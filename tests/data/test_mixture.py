@@ -186,12 +186,32 @@ def test_named_sets(mixed, tmp_path):
         ({"source": "mix:a=1* "}, "data.source: given 'a=1\\*'"),
         ({"source": "mix:a=0*text:x"}, "data.source: given '0', .*a weight above 0 \\(a\\)"),
         ({"source": "mix:a=inf*text:x"}, "data.source: given 'inf'"),
-        ({"source": "mix:a=text:x"}, "data.source: given 'a=text:x', allowed: mix:NAME=WEIGHT\\*SOURCE;"),
+        *(
+            ({"source": f"mix:b=1*text:y; a={given}"}, f"the part 'a' has no weight, .* e\\.g\\. a=1\\*{source}$")
+            for given, source in (
+                ("text:x", "text:x"),
+                ("text:x/*.txt", "text:x/\\*.txt"),
+                ("text:*/y*", "text:\\*/y\\*"),
+                ("*text:x/*", "text:x/\\*"),
+                (" stdlib ", "stdlib"),
+            )
+        ),
+        ({"source": "mix:a=1"}, "data.source: given 'a=1', allowed: mix:NAME=WEIGHT\\*SOURCE;"),
+        ({"source": "mix:text:x"}, "data.source: given 'text:x', allowed: mix:NAME=WEIGHT\\*SOURCE;"),
+        ({"source": "mix:"}, "data.source: 'mix:' names no source, allowed: mix:NAME=WEIGHT\\*SOURCE;"),
+        ({"source": "mix:;"}, "data.source: 'mix:;' names no source"),
+        ({"source": "mix:a=1*text:x;;b=1*text:y"}, "data.source: part 2 of 3 is empty, allowed: mix:NAME="),
+        ({"source": "mix:a=1*text:x; "}, None),
+        ({"source": "mix:a=1*sets:b=text:x"}, "given 'sets:b=text:x', allowed: [^?]*; sets: is for data.validation as"),
+        ({"source": "mix:a=1*mix:b=1*text:x"}, "given 'mix:b=1\\*text:x', .*; mix: is for data.source as a whole$"),
         ({"source": "mix:a=1*txt:x"}, "data.source: given 'txt:x', .*did you mean text\\?"),
         ({"source": "mix:a b=1*text:x"}, "data.source: given 'a b'"),
-        ({"source": "sets:a=text:x"}, "data.source: given 'sets:a=text:x', allowed: one of stdlib, "),
-        ({"validation": "mix:a=1*text:x"}, "data.validation: given"),
-        ({"validation": "sets:a=text:x;"}, "data.validation: given ''"),
+        (
+            {"source": "sets:a=text:x"},
+            "data.source: given 'sets:a=text:x', allowed: one of stdlib, [^?]* is for data.val",
+        ),
+        ({"validation": "mix:a=1*text:x"}, "data.validation: given [^?]*; mix: is for data.source as a whole$"),
+        ({"validation": "sets:a=text:x;;"}, "data.validation: part 2 of 2 is empty, allowed: sets:NAME=SOURCE;"),
     ],
 )
 def test_mistakes(fields, message):
