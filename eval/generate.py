@@ -261,12 +261,11 @@ class Generator:
                 hidden, cache = decoder.extend_hidden(tokens[:, None], cache)
             return laid_out(cache), laid_out(hidden[:, 0]), tokens
 
-        options = None if mesh is None else sharding.compiler_options(mesh)
         # Where devices are threads of one CPU, few programs may wait for one another.
         self._wait = mesh is not None and sharding.threads_of_one_cpu(mesh)
-        self._empty = jax.jit(empty, static_argnums=(0, 1), compiler_options=options)
-        self._prefill = jax.jit(prefill, donate_argnums=(1, 2), compiler_options=options)
-        self._step = jax.jit(step, donate_argnums=(1, 2), compiler_options=options)
+        self._empty = sharding.jit(empty, mesh, static_argnums=(0, 1))
+        self._prefill = sharding.jit(prefill, mesh, donate_argnums=(1, 2))
+        self._step = sharding.jit(step, mesh, donate_argnums=(1, 2))
 
     def encode(self, prompts: Sequence[str], new: int) -> list[list[int]]:
         """bos and the tokens of each prompt.

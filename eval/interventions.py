@@ -23,7 +23,7 @@ from mhc.errors import UserError
 from mhc.model.attention import Attention
 from mhc.model.decoder import Decoder, Observer, SublayerView
 from mhc.model.edits import SUBLAYERS, Edits
-from mhc.sharding import BATCH_AXES, compiler_options, put_batch, replicated, threads_of_one_cpu, tracing_for
+from mhc.sharding import BATCH_AXES, jit, put_batch, replicated, threads_of_one_cpu, tracing_for
 
 Tell = Callable[[int, int], None]  # told (done, of how many)
 _INPUTS = ("tokens", "segment_ids", "positions")
@@ -81,7 +81,7 @@ class Program:
             with tracing_for(mesh):
                 return function(definition.bind(params), batch, *rest)
 
-        self.compiled = jax.jit(run, out_shardings=replicated(mesh), compiler_options=compiler_options(mesh))
+        self.compiled = jit(run, mesh, out_shardings=replicated(mesh))
 
     def put(self, batch: dict[str, np.ndarray]) -> dict[str, jax.Array]:
         """A batch on the devices, by rows."""

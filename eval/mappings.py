@@ -54,7 +54,7 @@ def measure(checkpoint: checkpoints.Checkpoint, sequences: int | None = None) ->
     from mhc.model.decoder import SublayerView
     from mhc.monitor import probes
     from mhc.residual.functional import composite_maps
-    from mhc.sharding import compiler_options, replicated, tracing_for
+    from mhc.sharding import jit, replicated, tracing_for
 
     config, definition, mesh = checkpoint.config, checkpoint.definition, checkpoint.mesh
     if sequences is not None:
@@ -83,7 +83,7 @@ def measure(checkpoint: checkpoints.Checkpoint, sequences: int | None = None) ->
         valid = (batch["segment_ids"] > 0).astype(jnp.float32)
         return {name: jnp.einsum("sbt...,bt->s...", value, valid) / jnp.sum(valid) for name, value in found.items()}
 
-    compiled = jax.jit(run, out_shardings=replicated(mesh), compiler_options=compiler_options(mesh))
+    compiled = jit(run, mesh, out_shardings=replicated(mesh))
     found = jax.block_until_ready(compiled(checkpoint.params, batch))
     probe = probes.compile_probe(definition, mesh)(checkpoint.params, batch)
     return Mappings(

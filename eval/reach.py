@@ -56,7 +56,7 @@ def open_corpus(config: Config, split: Any) -> Corpus:
         haystack,
         tokenizer,
         is_text,
-        (tokenizer.content_hash, source.fingerprint),
+        (tokenizer.content_hash, f"{source.fingerprint} {source.holdout}"),
     )
 
 
@@ -226,7 +226,7 @@ class Clock:
         import jax.numpy as jnp
 
         from mhc.model.cache import DecoderCache
-        from mhc.sharding import compiler_options, tracing_for
+        from mhc.sharding import jit, tracing_for
 
         definition, mesh = checkpoint.definition, checkpoint.mesh
         self._config, self._params, self._definition = checkpoint.config, checkpoint.params, definition
@@ -240,7 +240,7 @@ class Clock:
                 last = jax.lax.dynamic_slice_in_dim(h, count - 1, 1, axis=1)
                 return jnp.argmax(decoder.logits(last)[:, 0], axis=-1).astype(jnp.int32), cache
 
-        self._extend = jax.jit(extend, donate_argnums=1, compiler_options=compiler_options(mesh))
+        self._extend = jit(extend, mesh, donate_argnums=1)
 
     def measure(self, ids: np.ndarray, new: int, repeats: int) -> dict[str, Any]:
         """Of a row of ids [L] whose last ``new`` tokens are decoded; the first, untimed, pass compiles.

@@ -194,7 +194,7 @@ def _program(config: Config, mesh: Mesh, top_k: int, activations: bool) -> Any:
     import jax.numpy as jnp
 
     from mhc.model.decoder import DecoderDefinition, SublayerView
-    from mhc.sharding import compiler_options, replicated, tracing_for
+    from mhc.sharding import jit, replicated, tracing_for
 
     definition = DecoderDefinition(config)
 
@@ -221,7 +221,7 @@ def _program(config: Config, mesh: Mesh, top_k: int, activations: bool) -> Any:
                 found["hidden"] = jnp.moveaxis(stacked, 0, 2)
         return found
 
-    return jax.jit(run, out_shardings=replicated(mesh), compiler_options=compiler_options(mesh))
+    return jit(run, mesh, out_shardings=replicated(mesh))
 
 
 def _versions() -> dict[str, str]:

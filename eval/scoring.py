@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Float, Int
 from eval.checkpoints import Checkpoint
 from mhc.model.decoder import Decoder
 from mhc.model.edits import Edits
-from mhc.sharding import BATCH_AXES, compiler_options, put_batch, replicated, threads_of_one_cpu, tracing_for
+from mhc.sharding import BATCH_AXES, jit, put_batch, replicated, threads_of_one_cpu, tracing_for
 from mhc.train.loss import chunk_length
 
 FIELDS = ("tokens", "targets", "segment_ids", "positions", "candidates", "prefix")
@@ -91,7 +91,7 @@ class Scorer:
                 scores = last_scores if "candidates" in batch else token_scores
                 return scores(definition.bind(params), **batch)
 
-        self._run = jax.jit(run, out_shardings=replicated(mesh), compiler_options=compiler_options(mesh))
+        self._run = jit(run, mesh, out_shardings=replicated(mesh))
 
     def submit(self, batch: Mapping[str, np.ndarray]) -> TokenScores:
         """Scores of a batch, on the device; B is a multiple of ``shards``."""

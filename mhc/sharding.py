@@ -251,13 +251,39 @@ def threads_of_one_cpu(mesh: Mesh) -> bool:
     return mesh.size > 1 and mesh.devices.flat[0].platform == "cpu"
 
 
-def compiler_options(mesh: Mesh) -> dict[str, bool | int]:
-    """Options for programs with collectives over the mesh.
+def jit(function: Callable[..., Any], mesh: Mesh | None, **options: Any) -> Any:
+    """``jax.jit`` with these options, for a program with collectives over the mesh.
 
-    Where devices are threads of one CPU, two independent collectives of one program may be entered in different orders
-    by different devices, and wait for each other for ever: their order is fixed.
+    Where devices are threads of a CPU, two independent collectives of one program may be entered in different orders by
+    different devices, and wait for each other for ever. So their order is fixed by a compiler option; and since a
+    program that is read from the persistent compilation cache has lost it (jax 0.10.2), it is never written there.
     """
-    return {"xla_cpu_enable_concurrency_optimized_scheduler": False} if threads_of_one_cpu(mesh) else {}
+    if mesh is None or not threads_of_one_cpu(mesh):
+        return jax.jit(function, **options)
+    given = options.pop("compiler_options", None) or {}
+    return _Uncached(jax.jit(function, compiler_options=_IN_ORDER | given, **options))
+
+
+_IN_ORDER = {"xla_cpu_enable_concurrency_optimized_scheduler": False}
+_CACHED_FROM = "jax_persistent_cache_min_compile_time_secs"
+
+
+class _Uncached:
+    """A function of jax.jit whose programs the persistent compilation cache does not keep."""
+
+    def __init__(self, jitted: Any):
+        self._jitted = jitted
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        before = getattr(jax.config, _CACHED_FROM)
+        jax.config.update(_CACHED_FROM, math.inf)
+        try:
+            return self._jitted(*args, **kwargs)
+        finally:
+            jax.config.update(_CACHED_FROM, before)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._jitted, name)
 
 
 # The mesh that a program is traced for. Few parts of the model need it: kernels that no compiler can partition.

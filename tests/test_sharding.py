@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import PartitionSpec as P
 
 from configs import demo
@@ -288,3 +291,33 @@ def test_a_dry_run_says_how_every_array_lies() -> None:
         assert said[path]["bytes_per_device"] == leaf.addressable_shards[0].data.nbytes
     assert any(one["bytes_per_device"] * 4 == leaves[path].nbytes for path, one in said.items())
     assert "shardings" not in dry_run(config)
+
+
+def test_programs_over_devices_of_one_cpu_are_not_cached(tmp_path: Path) -> None:
+    """Read from the persistent cache they enter their collectives in any order, and may wait for ever."""
+    names = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
+    before = {name: getattr(jax.config, name) for name in names}
+    x = jnp.arange(8.0)
+
+    def alone(x: jax.Array) -> jax.Array:
+        return jnp.sum(x) + 1
+
+    def together(x: jax.Array) -> jax.Array:
+        return jnp.sum(x) + 2
+
+    try:
+        for name, value in zip(names, (str(tmp_path), 0.0), strict=True):
+            jax.config.update(name, value)
+        compilation_cache.reset_cache()  # else it stays where it was
+        for function, devices in ((alone, 1), (together, 8)):
+            mesh = make_mesh(MeshConfig(data=devices), jax.devices()[:devices])
+            program = sharding.jit(function, mesh, in_shardings=batch_sharding(mesh))
+            assert float(program(x)) == float(function(x))
+            assert program._cache_size() == 1
+        assert getattr(jax.config, names[1]) == 0.0
+    finally:
+        for name, value in before.items():
+            jax.config.update(name, value)
+        compilation_cache.reset_cache()
+    kept = " ".join(path.name for path in tmp_path.iterdir())
+    assert "jit_alone" in kept and "jit_together" not in kept

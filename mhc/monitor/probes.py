@@ -16,7 +16,7 @@ from mhc.data import pipeline, tokenizers
 from mhc.model.attention import Attention
 from mhc.model.decoder import STACKS, DecoderDefinition, Params, SublayerView
 from mhc.residual.functional import composite_gains, composite_maps, single_gains
-from mhc.sharding import compiler_options, replicated, tracing_for
+from mhc.sharding import jit, replicated, tracing_for
 from mhc.train.checkpoint import LoadedRun
 
 BATCH_FIELDS = ("tokens", "segment_ids", "positions")
@@ -147,14 +147,13 @@ def measure(definition: DecoderDefinition, params: Params, batch: dict[str, Any]
 
 def compile_probe(definition: DecoderDefinition, mesh: Mesh | None = None) -> Any:
     """``probe(params, batch) -> {name: array}``, compiled; ``mesh``: that of the parameters, where they lie on one."""
-    options = compiler_options(mesh) if mesh is not None else None
 
     def probe(params: Params, batch: dict[str, Any]) -> dict[str, jax.Array]:
         with tracing_for(mesh):
             return measure(definition, params, batch)
 
     everywhere = replicated(mesh) if mesh is not None else None
-    return jax.jit(probe, out_shardings=everywhere, compiler_options=options)
+    return jit(probe, mesh, out_shardings=everywhere)
 
 
 def probe_run(loaded: LoadedRun, sinkhorn: str | None = None) -> dict[str, np.ndarray]:

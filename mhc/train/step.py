@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 from mhc.config import Config, shares
 from mhc.model.decoder import STACKS, DecoderDefinition, Params, SublayerView
 from mhc.monitor import guard, nan
-from mhc.sharding import batch_sharding, compiler_options, replicated, shardings, tracing_for
+from mhc.sharding import batch_sharding, jit, replicated, shardings, tracing_for
 from mhc.train.loss import cross_entropy
 from mhc.train.optimizer import GROUPS, group_of, learning_rate, make_optimizer, map_paths
 
@@ -220,20 +220,19 @@ class Trainer:
         everywhere = replicated(mesh)  # what is measured: every process reads it
         # The initialiser runs once; on CPU, optimising its many random draws costs more than they do.
         once = {"xla_backend_optimization_level": 0} if mesh.devices.flat[0].platform == "cpu" else {}
-        options = compiler_options(mesh)
-        self._jit_init = jax.jit(self._traced(self._init), out_shardings=self.layout, compiler_options=options | once)
-        self.step: Callable[[TrainState, Batch], tuple[TrainState, dict[str, Any]]] = jax.jit(
+        self._jit_init = jit(self._traced(self._init), mesh, out_shardings=self.layout, compiler_options=once)
+        self.step: Callable[[TrainState, Batch], tuple[TrainState, dict[str, Any]]] = jit(
             self._traced(self._step),
+            mesh,
             donate_argnums=0,
             in_shardings=(self.layout, batch),
             out_shardings=(self.layout, everywhere),
-            compiler_options=options,
         )
-        self.validate: Callable[[Params, Batch], dict[str, jax.Array]] = jax.jit(
+        self.validate: Callable[[Params, Batch], dict[str, jax.Array]] = jit(
             self._traced(self._validate),
+            mesh,
             in_shardings=(self.layout.params, batch),
             out_shardings=everywhere,
-            compiler_options=options,
         )
 
     def _traced(self, function: Callable[..., Any], mesh: Mesh | None = None) -> Callable[..., Any]:
@@ -260,8 +259,7 @@ class Trainer:
             decoder = self.definition.bind(params)
             return decoder.hidden(batch["tokens"], batch["segment_ids"], batch["positions"], observe)[1]["finite"]
 
-        options = compiler_options(self.mesh)
-        return jax.jit(self._traced(run), out_shardings=replicated(self.mesh), compiler_options=options)(params, batch)
+        return jit(self._traced(run), self.mesh, out_shardings=replicated(self.mesh))(params, batch)
 
     def first_nan(self, params: Params, batch: Batch, completed: int) -> tuple[str, nan.Origin] | None:
         """("forward" or "backward", the first operation of the step's loss or gradient that gives a NaN).
@@ -287,11 +285,8 @@ class Trainer:
             return loss_and_gradients(definition, begin(params), batch, accumulation)[1]
 
         for name, function in (("forward", forward), ("backward", backward)):
-            program = jax.jit(
-                self._traced(nan.checked(function), one),
-                in_shardings=(self.layout.params, batch_sharding(self.mesh)),
-                compiler_options=compiler_options(self.mesh),
-            )
+            layouts = (self.layout.params, batch_sharding(self.mesh))
+            program = jit(self._traced(nan.checked(function), one), self.mesh, in_shardings=layouts)
             found = nan.origin(program(params, batch))
             if found is not None:
                 return name, found

@@ -77,12 +77,7 @@ def compiled(config: Config) -> str:
     params = definition.abstract()
     layout = sharding.shardings(params, mesh)
     tokens = jax.ShapeDtypeStruct((ROWS, TOKENS), jnp.int32)
-    program = jax.jit(
-        run,
-        in_shardings=(layout, sharding.batch_sharding(mesh)),
-        out_shardings=layout,
-        compiler_options=sharding.compiler_options(mesh),
-    )
+    program = sharding.jit(run, mesh, in_shardings=(layout, sharding.batch_sharding(mesh)), out_shardings=layout)
     text = program.lower(params, tokens).compile().as_text()
     assert text is not None
     return text
