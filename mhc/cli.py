@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import atexit
 import contextlib
+import logging
 import os
 import re
 import runpy
@@ -66,7 +67,8 @@ def run_main(main: Callable[[Sequence[str]], int], arguments: Sequence[str] | No
         arguments: None: ``sys.argv[1:]``.
     """
     try:
-        code = main(sys.argv[1:] if arguments is None else arguments)
+        with _warnings_as_lines():
+            code = main(sys.argv[1:] if arguments is None else arguments)
     except UserError as error:
         print("error:", " ".join(str(error).split()), file=sys.stderr)
         code = 2
@@ -74,6 +76,24 @@ def run_main(main: Callable[[Sequence[str]], int], arguments: Sequence[str] | No
         print("interrupted", file=sys.stderr)
         _leave(128 + (signal.SIGTERM if isinstance(interrupt, _Terminated) else signal.SIGINT))
     sys.exit(code)
+
+
+class _Lines(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+        print(f"{record.levelname.lower()}:", " ".join(record.getMessage().split()), file=sys.stderr)
+
+
+@contextlib.contextmanager
+def _warnings_as_lines() -> Iterator[None]:
+    """What this package logs is ``warning: …``, whatever the libraries have made of logging."""
+    logger, handler = logging.getLogger("mhc"), _Lines()
+    logger.addHandler(handler)
+    logger.propagate = False
+    try:
+        yield
+    finally:
+        logger.propagate = True
+        logger.removeHandler(handler)
 
 
 class _Terminated(KeyboardInterrupt):
@@ -130,8 +150,8 @@ def load_config(path: str, arguments: Sequence[str], parser: Parser) -> Config:
 
 
 def change(config: Config, arguments: Sequence[str], parser: Parser) -> Config:
-    """A Config with the overrides on the command line. Raises UserError as `load_config`."""
-    return _changed(config_lib.to_dict(config), overrides(arguments, parser))
+    """A resolved Config with the overrides on the command line; `mhc.config.change`. Raises UserError as `load_config`."""
+    return config_lib.change(config, overrides(arguments, parser))
 
 
 def _changed(tree: dict[str, dict[str, Any]], changes: Mapping[str, Any]) -> Config:

@@ -140,9 +140,8 @@ def match(kind: str, pattern: str) -> list[Place]:
 
 def may_match(pattern: str, path: str) -> bool:
     """Whether a local pattern matches a path that need not be there; links are followed in its fixed part alone."""
-    expanded = os.path.expanduser(pattern)
-    base = _fixed_part(expanded) or "."
-    rest = Path(os.path.relpath(expanded, base)).parts
+    base = _fixed_part(os.path.expanduser(pattern)) or "."
+    rest = Path(below_fixed(pattern)).parts
     try:
         parts = Path(os.path.realpath(path)).relative_to(os.path.realpath(base)).parts
     except ValueError:
@@ -166,6 +165,12 @@ def _fixed_part(pattern: str) -> str:
     while glob.has_magic(fixed):
         fixed = os.path.dirname(fixed)
     return fixed if fixed != pattern else os.path.dirname(fixed)
+
+
+def below_fixed(pattern: str) -> str:
+    """The rest of a local pattern below its fixed part: what files' names are matched by."""
+    expanded = os.path.expanduser(pattern)
+    return os.path.relpath(expanded, _fixed_part(expanded) or ".")
 
 
 def _match_in_store(kind: str, pattern: str) -> list[Place]:

@@ -14,8 +14,10 @@ document is tokenised in the pieces that training reads (`mhc.data.packing.Piece
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
+import glob
 import hashlib
 import io
 import json
@@ -32,7 +34,7 @@ from mhc import remote
 from mhc.config import DataConfig
 from mhc.data.files import of_split
 from mhc.data.packing import Tokenised
-from mhc.data.places import cache_directory, is_lines, replacing, sha256
+from mhc.data.places import below_fixed, cache_directory, is_lines, match, replacing, sha256
 from mhc.data.tokenizers import Tokenizer
 from mhc.errors import UserError
 
@@ -70,7 +72,7 @@ _SHARD = {"name": str, **_COUNTS, "files": {"array_record": _STORED, "npy": _STO
 _FORMS: dict[str, Any] = {
     PLAN: _PLANNED,
     MANIFEST: {**_PLANNED, **_COUNTS, "shards": [_SHARD]},
-    ORIGIN: {"files": {str: {"path": str, "version": int}}},
+    ORIGIN: {"pattern": str, "files": {str: {"path": str, "version": int}}},
 }
 
 
@@ -398,12 +400,13 @@ def _check_unchanged(folder: Path, manifest: dict[str, Any], label: str) -> None
     """Raises UserError for a file of the corpus that is where it was when it was prepared, with another content.
 
     A file of the same size and time of change passes; only one whose time alone differs is read, for its hash. Files
-    that are gone pass, and so do those of a store, which are not asked for.
+    that are gone pass, and so do those of a store, which are not asked for. Files that have come are told.
     """
     origin = folder / ORIGIN
     if not origin.is_file():
         return
-    places = parse(origin, origin.read_bytes())["files"]
+    stored = parse(origin, origin.read_bytes())
+    places = stored["files"]
     for file in manifest["files"]:
         place = places.get(file["name"])
         if place is None or remote.is_remote(place["path"]) or not os.path.isfile(place["path"]):
@@ -416,6 +419,26 @@ def _check_unchanged(folder: Path, manifest: dict[str, Any], label: str) -> None
                 f"{place['path']} has changed since {label} was prepared from it: prepare it again, "
                 f"or remove {origin} to read what was prepared"
             )
+    come = _come(stored["pattern"], places)
+    if come:
+        more = f" and {len(come) - 1} more file(s)" if len(come) > 1 else ""
+        _warn_once(
+            f"{come[0]}{more} came to the corpus after {label} was prepared, and is not read: "
+            "to read it, prepare the corpus in a new folder"
+        )
+
+
+def _come(pattern: str, places: dict[str, dict[str, Any]]) -> list[str]:
+    """Paths of local files that the corpus' pattern matches now but did not when it was prepared."""
+    name, place = next(iter(places.items()), ("", {"path": ""}))
+    base = place["path"].removesuffix(name)
+    if remote.is_remote(pattern) or not name or base == place["path"]:
+        return []
+    known = {place["path"] for place in places.values()}
+    with contextlib.suppress(UserError):  # none is left, or one may not be read: nobody is to read it
+        now = match("text", glob.escape(base) + below_fixed(pattern))  # of a relative pattern the folder may be another
+        return [one.path for one in now if one.path not in known]
+    return []
 
 
 @functools.lru_cache(maxsize=1 << 16)

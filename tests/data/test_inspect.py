@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from mhc import cli
-from mhc.data import inspect, tokenizers
+from mhc.data import inspect, prepare, tokenizers
 
 TEXTS = ["one", "two and a half — naïve", "", "three " * 20]
 
@@ -74,6 +74,16 @@ def test_several_sets_are_told_apart(arguments, tmp_path, capsys):
     assert "\nset a:\n3 documents: " in out and "\nset b:\n1 documents: " in out
     found = json.loads(file.read_text())["sets"]
     assert found["b"]["tokens"] == len(TEXTS[1].encode()) + 1 and found["a"]["documents"] == 3
+
+
+def test_what_is_said_of_a_prepared_folder_is_a_line_on_stderr(arguments, tmp_path, capsys):
+    source, out = f"text:{tmp_path}/train.txt", tmp_path / "out"
+    prepare.prepare(source, str(out), sequence_length=8, workers=1, cache_dir=str(tmp_path / "cache"))
+    with pytest.raises(SystemExit) as raised:
+        cli.run_main(inspect.main, [*arguments, f"--config.data.source=prepared:{out}"])
+    assert raised.value.code == 0
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"warning: prepared:{out} was prepared for data.sequence_length=8, ")
 
 
 def test_special_ids_are_spelled():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import glob
 import hashlib
 import itertools
 import json
@@ -353,6 +354,38 @@ def test_a_run_notices_a_changed_file(
         open_source(data, "train")
     (out / "origin.json").unlink()
     assert open_source(data, "train").fingerprint == open_source(small[1], "train").fingerprint
+
+
+@pytest.mark.parametrize("relative", [False, True])
+def test_a_run_tells_of_files_that_came_to_the_corpus(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, relative: bool
+) -> None:
+    """Also where it starts elsewhere, below a folder that looks like a pattern; other files are none of its."""
+    here = tmp_path / "h[1]"
+    for name in ("corpus/a/0.jsonl", "corpus/b/c/0.jsonl"):
+        write_lines(here / name, 20, 0)
+    monkeypatch.chdir(here)
+    source = f"text:{'' if relative else glob.escape(str(here)) + '/'}corpus/**/*.jsonl"
+    data = prepared(raw(tmp_path, source, "bytes"), here / "out", workers=1)
+    monkeypatch.chdir(tmp_path)
+
+    def told() -> list[str]:
+        caplog.clear()
+        open_source(data, "train")
+        open_source(data, "validation")
+        return caplog.messages
+
+    (here / "corpus" / "notes.txt").write_text("no text of the corpus")
+    assert told() == []
+    (here / "corpus" / "b" / "1.jsonl").write_text("not even a text")
+    (line,) = told()
+    assert line.startswith(f"{here}/corpus/b/1.jsonl came to the corpus after {data.source} was prepared, and is not")
+    assert told() == []  # once
+    (here / "corpus" / "2.jsonl").write_text("")
+    (line,) = told()
+    assert line.startswith(f"{here}/corpus/2.jsonl and 1 more file(s) came to")
+    shutil.rmtree(here / "corpus")
+    assert told() == []
 
 
 def test_the_manifest_tells_corpora_apart_but_not_their_places(
