@@ -18,6 +18,7 @@ the result is kept in the cache directory. What cannot be read at random where i
 from __future__ import annotations
 
 import array
+import codecs
 import copy
 import dataclasses
 import functools
@@ -215,7 +216,7 @@ class TextFiles(_Files):
             stop = content.find(b"\n", start)
             stop = len(content) if stop < 0 else stop
             number += 1
-            line = content[start:stop]
+            line = _without_mark(content[start:stop], number)
             if not line.isspace() and line:
                 text = self._text_of_line(file, number, line, start)
                 if text and not text.isspace():
@@ -224,8 +225,10 @@ class TextFiles(_Files):
 
     def _text_of_line(self, file: int, number: int, line: bytes, start: int = 0) -> str:
         place = self._line(file, number)
+        text_of = _without_mark(line, number)
+        start += len(line) - len(text_of)
         try:
-            value = json.loads(line.decode())
+            value = json.loads(text_of.decode())
         except UnicodeDecodeError as error:
             raise UserError(f"{place}: not UTF-8 at byte {start + error.start} of the file") from None
         except (ValueError, RecursionError) as error:
@@ -325,6 +328,11 @@ class TokenFiles(_Files):
                 start = stop + 1
         if start < len(tokens):
             yield start, len(tokens), number
+
+
+def _without_mark(line: bytes, number: int) -> bytes:
+    """A line without the byte order mark that some programs begin a file with."""
+    return line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
 
 
 def _by_file(files: int, holdout: float) -> bool:

@@ -243,18 +243,18 @@ def _unpack(place: Place, source: IO[bytes], target: IO[bytes], field: str) -> N
 def _unpack_zst(place: Place, source: IO[bytes], target: IO[bytes]) -> None:
     zstandard = _needed("zstandard", place)
     # Frame by frame: the library's own readers take a file that breaks off for one that ends.
-    frame, started = None, False
+    frame = None
     try:
         while chunk := source.read(_CHUNK):
             while chunk:
                 if frame is None:
                     frame = zstandard.ZstdDecompressor(max_window_size=1 << 31).decompressobj()
                 target.write(frame.decompress(chunk))
-                chunk, started = frame.unused_data if frame.eof else b"", True
+                chunk = frame.unused_data if frame.eof else b""
                 frame = None if frame.eof else frame
     except zstandard.ZstdError as error:
         raise UserError(f"{place} is not a readable zst file: {error}") from None
-    if frame is not None or not started:
+    if frame is not None:
         raise UserError(f"{place} is not a readable zst file: it breaks off")
 
 

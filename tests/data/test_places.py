@@ -39,6 +39,10 @@ def split(data: DataConfig) -> dict[Split, list[bytes]]:
     return {"train": list(documents(data, "train")), "validation": list(documents(data, "validation"))}
 
 
+def everything(folder: Path, source: str) -> list[bytes]:
+    return list(documents(config(folder, source, holdout=0.0), "train"))
+
+
 def frames(content: bytes) -> bytes:
     """As parallel compressors write: several frames, one of them empty."""
     cut = len(content) // 3
@@ -73,6 +77,30 @@ def test_every_format_gives_the_same_documents_by_number(tmp_path: Path, name: s
     number = int(re.search(r"document (\d+)", source[3].decode())[1])  # type: ignore[union-attr,index]
     wanted = f"row {number}" if name.endswith("parquet") else f"line {number + 1}"
     assert place == f"{tmp_path}/{name}, {wanted}"
+
+
+@pytest.mark.parametrize("ending", ["", ".gz", ".zst"])
+def test_a_byte_order_mark_is_no_part_of_a_line(tmp_path: Path, ending: str) -> None:
+    pack = {"": bytes, ".gz": gzip.compress, ".zst": frames}[ending]
+    mark = "\ufeff".encode()
+    for number, content in enumerate((LINES, mark + LINES, mark + b"\n" + LINES)):
+        (tmp_path / str(number)).mkdir()
+        (tmp_path / str(number) / f"a.jsonl{ending}").write_bytes(pack(content))
+    plain, marked, alone = (everything(tmp_path, f"text:{tmp_path}/{number}/*") for number in range(3))
+    assert marked == plain == alone
+    (tmp_path / "0" / f"a.jsonl{ending}").write_bytes(pack(LINES + b"\n" + mark + LINES))
+    with pytest.raises(UserError, match=r"line 61: not JSON: Unexpected UTF-8 BOM"):
+        open_source(config(tmp_path, f"text:{tmp_path}/0/*"), "train")
+    (tmp_path / "0" / f"a.jsonl{ending}").write_bytes(pack(mark + b"{\xff}"))
+    with pytest.raises(UserError, match=r"line 1: not UTF-8 at byte 4 of the file"):
+        open_source(config(tmp_path, f"text:{tmp_path}/0/*"), "train")
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.txt.gz", "a.txt.zst", "a.jsonl.gz", "a.jsonl.zst"])
+def test_an_empty_file_is_empty_whatever_its_ending(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).touch()
+    with pytest.raises(UserError, match=rf"text:.*/{name} is empty: 1 file\(s\) without any text$"):
+        open_source(config(tmp_path, f"text:{tmp_path}/{name}"), "train")
 
 
 def test_plain_text_and_token_files_may_be_packed(tmp_path: Path) -> None:
@@ -159,7 +187,6 @@ MISTAKES: dict[str, tuple[str, Callable[[], bytes], str]] = {
         lambda: zstandard.compress(LINES) + zstandard.compress(LINES)[:20],
         "a.txt.zst is not a readable zst file: it breaks off",
     ),
-    "empty zst": ("a.txt.zst", lambda: b"", "a.txt.zst is not a readable zst file: it breaks off"),
     "no parquet": ("a.parquet", lambda: b"plain text", "a.parquet is not a readable parquet file: "),
     "cut parquet": ("a.parquet", lambda: broken(parquet()), "a.parquet is not a readable parquet file: "),
     "no column": (
