@@ -216,8 +216,8 @@ class TextFiles(_Files):
             stop = content.find(b"\n", start)
             stop = len(content) if stop < 0 else stop
             number += 1
-            line = _without_mark(content[start:stop], number)
-            if not line.isspace() and line:
+            line = content[start:stop]
+            if _without_mark(line, number).strip():
                 text = self._text_of_line(file, number, line, start)
                 if text and not text.isspace():
                     yield start, stop, number
