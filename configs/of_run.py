@@ -6,7 +6,6 @@ what would be derived is derived again, so that it follows the fields that it de
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 
 from ml_collections import ConfigDict
@@ -26,22 +25,10 @@ def get_config(run: str = "") -> ConfigDict:
     tree = configs.to_dict(config)
     for name in configs.field_names():
         group, _, field = name.partition(".")
-        value = None if derived(config, group, field) else tree[group][field]
+        value = None if configs.is_derived(config, name) else tree[group][field]
         if value is not None:
             made[group][field] = value
         elif made[group].get(field) is not None:
             with made.ignore_type():
                 made[group][field] = None
     return made
-
-
-def derived(config: configs.Config, group: str, field: str) -> bool:
-    """Whether a field of a resolved config holds what ``resolve`` would put there."""
-    part = getattr(config, group)
-    if f"{group}.{field}" == "model.vocab_size" or getattr(part, field) is None:
-        return False  # the vocabulary is the tokeniser's, or larger
-    try:
-        without = dataclasses.replace(config, **{group: dataclasses.replace(part, **{field: None})})
-        return configs.resolve(without, config.vocab_size) == config
-    except UserError:
-        return False  # not a field that may be None, or not under the others

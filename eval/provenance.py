@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from configs.of_run import derived
 from eval.runs import RATE, SEEDS, Arm, differing_fields, material
 from mhc import config as configs
 from mhc.errors import UserError
@@ -63,9 +62,8 @@ def _derived(arm: Arm, field: str) -> bool:
     """Whether a field holds what it would if nobody had set it."""
     if arm.flat.get(field) is None:
         return True
-    group, _, name = field.partition(".")
     try:
-        return field in configs.field_names() and derived(configs.from_json(json.dumps(arm.config)), group, name)
+        return field in configs.field_names() and configs.is_derived(configs.from_json(json.dumps(arm.config)), field)
     except (UserError, ValueError):  # of another version, or made up: not resolved
         return False
 

@@ -30,9 +30,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mhc import cli, kinds, remote
+from mhc import cli, remote
 from mhc import config as configs
-from mhc.config import Config, ResidualConfig
+from mhc.config import Config
 from mhc.errors import UserError
 from mhc.monitor.writers import read_json, read_jsonl
 
@@ -41,13 +41,6 @@ _BATCHES = ("data.", "train.batch_size", "seed.data")
 _HARMLESS = ("data.prefetch", "data.cache_dir")  # of these groups, yet not of the batches
 # Fields that decide what the weights are, apart from their shapes.
 _WEIGHTS = ("model.", "attention.", "positions.", "mlp.", "moe.", "norm.", "head.", "init.", "residual.", "seed.init")
-# Fields that ``resolve`` may have filled in.
-_DERIVED = tuple(
-    f"{group}.{leaf}"
-    for group, part in configs.to_dict(Config()).items()
-    for leaf, value in part.items()
-    if value is None
-)
 _LOGGED = ("loss", "grad_norm", "update_norm", "param_norm", "lr", "logit_max", "log_z")
 
 
@@ -227,20 +220,7 @@ def change(config: Config, overrides: Mapping[str, Any]) -> Config:
             raise UserError(f"{name}: decides the batches, and a replay feeds the run's own; allowed: other fields")
     if not overrides:
         return config
-    tree = configs.to_dict(config)
-    for name in _DERIVED:
-        group, leaf = name.split(".")
-        if _derived(config, group, leaf):
-            tree[group][leaf] = None
-    if overrides.get("residual.kind", config.residual.kind) != config.residual.kind:
-        ours = kinds.known()[overrides["residual.kind"]].options
-        default = dataclasses.asdict(ResidualConfig())
-        optional = {option for kind in kinds.known().values() for option in kind.options}
-        tree["residual"] |= {option: default[option] for option in optional if option not in ours}
-    for name, value in overrides.items():
-        group, _, leaf = name.partition(".")
-        tree[group][leaf] = value
-    made = configs.from_config_dict(tree)
+    made = configs.change(config, overrides)
     assert config.model.vocab_size is not None
     return configs.resolve(made, made.model.vocab_size or config.model.vocab_size)
 
@@ -362,19 +342,6 @@ def _read(run: str | Path) -> _Stored:
         raise UserError(f"{run}: has not logged a step, so there is none to replay")
     events = read_jsonl(folder / "events.jsonl") if (folder / "events.jsonl").exists() else []
     return _Stored(remote.path(run), config, {int(row["step"]): row for row in rows}, events)
-
-
-def _derived(config: Config, group: str, leaf: str) -> bool:
-    """Whether a field holds what ``resolve`` would have put there."""
-    part = getattr(config, group)
-    if leaf == "vocab_size" or getattr(part, leaf) is None:
-        return False  # the tokeniser's, which stays
-    assert config.model.vocab_size is not None
-    try:
-        open_field = dataclasses.replace(config, **{group: dataclasses.replace(part, **{leaf: None})})
-    except UserError:  # must be given
-        return False
-    return configs.resolve(open_field, config.model.vocab_size) == config
 
 
 def _same_state(abstract: Any, config: Config, mesh: Any) -> bool:

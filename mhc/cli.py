@@ -150,7 +150,10 @@ def load_config(path: str, arguments: Sequence[str], parser: Parser) -> Config:
 
 
 def change(config: Config, arguments: Sequence[str], parser: Parser) -> Config:
-    """A resolved Config with the overrides on the command line; `mhc.config.change`. Raises UserError as `load_config`."""
+    """A resolved Config with the overrides on the command line, by `mhc.config.change`.
+
+    Raises: UserError as `load_config`.
+    """
     return config_lib.change(config, overrides(arguments, parser))
 
 

@@ -1058,6 +1058,48 @@ def resolve(config: Config, vocab_size: int) -> Config:
     )
 
 
+def is_derived(config: Config, name: str) -> bool:
+    """Whether a field of a resolved config, by its dotted name, holds what ``resolve`` would put there.
+
+    What was given and what was derived cannot be told apart otherwise. The vocabulary's size is never derived: it is
+    the tokeniser's, or larger.
+    """
+    group, _, leaf = name.partition(".")
+    part = getattr(config, group)
+    if name == "model.vocab_size" or getattr(part, leaf) is None:
+        return False
+    try:
+        without = dataclasses.replace(config, **{group: dataclasses.replace(part, **{leaf: None})})
+        return resolve(without, config.vocab_size) == config
+    except UserError:
+        return False  # not a field that may be None, or not under the others
+
+
+def change(config: Config, overrides: Mapping[str, Any]) -> Config:
+    """A resolved config with other values, to be resolved: {dotted name: value}.
+
+    What was derived is derived anew, and what only the old residual kind had goes back to its default.
+
+    Raises: UserError for values that do not go together.
+    """
+    if not overrides:
+        return config
+    tree = to_dict(config)
+    for name in field_names():
+        group, _, leaf = name.partition(".")
+        if is_derived(config, name):
+            tree[group][leaf] = None
+    kind = overrides.get("residual.kind", config.residual.kind)
+    if kind != config.residual.kind and kind in kinds.known():
+        every = {option for known in kinds.known().values() for option in known.options}
+        default = dataclasses.asdict(ResidualConfig())
+        tree["residual"] |= {option: default[option] for option in every - set(kinds.known()[kind].options)}
+    for name, value in overrides.items():
+        group, _, leaf = name.partition(".")
+        tree[group][leaf] = value
+    return from_config_dict(tree)
+
+
 def to_dict(config: Config) -> dict[str, dict[str, Any]]:
     """The Config as a nested dict {group: {field: value}}."""
     return dataclasses.asdict(config)

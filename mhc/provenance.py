@@ -101,7 +101,11 @@ def start(config: Config, mesh: Mesh, *, step: int, data: Mapping[str, Any]) -> 
 
 def config_hash(config: Config) -> str:
     """The first 16 hex digits of the SHA-256 of a resolved config, but for how processes find each other."""
-    tree = {group: fields for group, fields in configs.to_dict(config).items() if group != "distributed"}
+    return _hash(configs.to_dict(config))
+
+
+def _hash(tree: Mapping[str, Any]) -> str:
+    tree = {group: fields for group, fields in tree.items() if group != "distributed"}
     return hashlib.sha256(json.dumps(tree, sort_keys=True).encode()).hexdigest()[:16]
 
 
@@ -194,7 +198,7 @@ class Origin(NamedTuple):
 def read(file: str | os.PathLike[str]) -> Origin:
     """RUN/run.json, or that of the folder RUN, local or in a store. Raises UserError where it is none."""
     place = remote.path(file)
-    if place.suffix != ".json":
+    if place.suffix not in (".json", ".jsonl"):  # the second: of a run too, but not this
         place = place / FILE
     content = remote.read(place)
     if content is None:
@@ -208,7 +212,13 @@ def read(file: str | os.PathLike[str]) -> Origin:
         config = configs.from_config_dict({**found["config"], "distributed": {}})
     except UserError as error:
         raise UserError(f"{place}: {error}; was it written by another version?") from None
-    return Origin(str(place), config, _starts(found, place))
+    starts = _starts(found, place)
+    if _hash(found["config"]) != starts[-1]["config_hash"]:
+        raise UserError(
+            f"{place}: its config is not the one of its last start (damaged, or edited); allowed: the file as it was "
+            "written, with --config.GROUP.FIELD=VALUE for what shall be otherwise"
+        )
+    return Origin(str(place), config, starts)
 
 
 def _checked(found: Any, file: Any) -> Mapping[str, Any]:

@@ -145,6 +145,20 @@ def test_a_damaged_start_is_one_line(damage, finished, tmp_path):
         provenance.read(tmp_path)
 
 
+@pytest.mark.parametrize("damage", [("optimizer", None), ("optimizer", "lr"), ("train", "steps")])
+def test_a_config_that_is_not_the_start_s_is_refused(damage, finished, tmp_path):
+    """A group or a field that is gone would be its default, in silence; so would an edit."""
+    group, field = damage
+    stored = read_json(finished / "run.json")
+    if field is None:
+        del stored["config"][group]
+    else:
+        stored["config"][group][field] *= 2
+    write_json(tmp_path / "run.json", stored)
+    with pytest.raises(UserError, match="its config is not the one of its last start"):
+        provenance.read(tmp_path)
+
+
 def test_processes_find_each_other_anew(finished, tmp_path):
     stored = read_json(finished / "run.json")
     stored["config"]["distributed"] |= {

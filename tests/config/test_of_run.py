@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from mhc import cli
-from mhc.config import Config, resolve, to_json
+from mhc import cli, kinds
+from mhc.config import Config, change, resolve, to_json
 from mhc.errors import UserError
 from tests.small import small
 
@@ -41,6 +42,15 @@ def test_what_was_derived_follows(tmp_path: Path) -> None:
     assert made.mlp_width == 24  # was given
     steps = again(small("plain"), tmp_path, "--config.train.steps=50")
     assert steps.schedule.decay_steps == 50
+
+
+@pytest.mark.parametrize("kind", kinds.known())
+@pytest.mark.parametrize("other", kinds.known())
+def test_another_kind_is_as_if_it_had_been_chosen(kind: str, other: str) -> None:
+    """From a resolved config: nothing of the old kind stays behind, derived or its own option."""
+    groups: dict[str, Any] = {"optimizer": {"lr": 0.5}, "schedule": {"kind": "wsd", "wsd_steps": 3}}
+    found = change(small(kind, **groups), {"residual.kind": other})
+    assert resolve(found, small(kind).vocab_size) == small(other, **groups)
 
 
 @pytest.mark.parametrize("run", ["", "nowhere"])
