@@ -128,12 +128,15 @@ def _leave(code: int) -> NoReturn:
 
 @contextlib.contextmanager
 def own_names(fields: Sequence[str]) -> Iterator[None]:
-    """A UserError about one of these fields of `data` names the option of the program that has its name."""
+    """A UserError about one of these fields of `data` names the option of the program that has its name.
+
+    A last advice that is about another field is left out.
+    """
     try:
         yield
     except UserError as error:
-        given = re.sub(rf"(?<![\w/.-])data\.({'|'.join(fields)})\b", r"--\1", str(error))
-        raise UserError(given) from None
+        said = re.sub(rf"(?<![\w/.-])data\.({'|'.join(fields)})\b", r"--\1", str(error))
+        raise UserError(re.sub(r" or ((?! or ).)* data\.\w+$", "", said)) from None
 
 
 def load_config(path: str, arguments: Sequence[str], parser: Parser) -> Config:

@@ -18,6 +18,7 @@ from mhc.errors import UserError
 
 BOS, EOS = "<s>", "</s>"
 LEAST = 256 + 2  # the bytes and the two special tokens
+_OWN = ("source", "field", "holdout", "cache_dir")  # of data, options here
 MOST = 1 << 24  # the library sets aside memory for as many
 
 
@@ -64,12 +65,16 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--vocab_size", required=True, type=int, metavar="N", help="ids, the special ones included")
     parser.add_argument("--out", required=True, metavar="FILE", help="the tokenizer.json to write; its folder exists")
     parser.add_argument("--field", default=DataConfig().field, help="as data.field (default: %(default)s)")
+    parser.add_argument(
+        "--holdout", type=float, default=DataConfig().holdout, help="as data.holdout: not read (default: %(default)s)"
+    )
     parser.add_argument("--cache_dir", default=None, help="as data.cache_dir")
     options = parser.parse_args(arguments)
     if cli.check_file(options.out, "--out").exists():
         raise UserError(f"--out {options.out}: there is a file already, and runs may read it; name another")
-    data = DataConfig(source=options.source, field=options.field, cache_dir=options.cache_dir)
-    size = train(data, options.vocab_size, options.out, show_progress=sys.stderr.isatty())
+    with cli.own_names(_OWN):
+        given = {name: getattr(options, name) for name in _OWN}
+        size = train(DataConfig(**given), options.vocab_size, options.out, show_progress=sys.stderr.isatty())
     fewer = f"; the text has no more pairs, {options.vocab_size} were asked for" if size < options.vocab_size else ""
     print(f"{options.out}: {size} ids{fewer}")
     return 0

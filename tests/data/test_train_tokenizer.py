@@ -39,6 +39,16 @@ def _again(corpus: str, folder: Path, size: int) -> bytes:
     return (folder / "again.json").read_bytes()
 
 
+def test_a_corpus_of_one_document_is_told_of_the_option_that_reads_it(tmp_path: Path) -> None:
+    (tmp_path / "one.jsonl").write_text('{"body": "the stream and the norm of the stream"}\n')
+    arguments = ["--source", f"text:{tmp_path}/one.jsonl", "--vocab_size", "300", "--out", str(tmp_path / "t.json")]
+    with pytest.raises(UserError, match=r"no field 'text' \(--field\)"):
+        main(arguments)
+    with pytest.raises(UserError, match=r"for train of 1 document\(s\) at --holdout=0\.05; change --holdout$"):
+        main([*arguments, "--field", "body"])
+    assert main([*arguments, "--field", "body", "--holdout", "0"]) == 0
+
+
 def test_a_tokeniser_that_is_there_is_kept(corpus: str, tmp_path: Path) -> None:
     (tmp_path / "t.json").write_text("{}")
     with pytest.raises(UserError, match=r"t\.json: there is a file already"):
@@ -52,7 +62,11 @@ def test_a_tokeniser_that_is_there_is_kept(corpus: str, tmp_path: Path) -> None:
         (["--vocab_size", "100"], "--vocab_size: given 100, allowed: from 258"),
         (["--vocab_size", "1" + 30 * "0"], "to 16777216"),
         (["--source", "tokens:*.bin"], "--source: given 'tokens:.*', allowed: text, not ids"),
-        (["--source", "no/*.txt"], "data.source: given 'no/"),
+        (["--source", "no/*.txt"], "^--source: given 'no/"),
+        (["--source", "text:"], "^--source: given 'text:'"),
+        (["--source", "mix:a=text:x"], "^--source: the part 'a' has no weight"),
+        (["--holdout", "1.5"], "^--holdout: given 1.5"),
+        (["--cache_dir", "/dev/null/x", "--source", "stdlib"], "^--cache_dir: cannot write"),
         (["--out", "no/such/folder/t.json"], "--out: cannot write no/such/folder/t.json"),
     ],
 )
