@@ -95,12 +95,13 @@ class Phases:
         return Doing(self._phase, self._since, self._lowering or not self._known)
 
     def take(self) -> dict[str, Any]:
-        """Since the last call: ``checkpoint_seconds``, ``validation_seconds``, ``probe_seconds``; ``compile_seconds``
-        of steps; and ``recompilations``: programs compiled in phases that had theirs.
+        """Since the last call: ``data_wait``, ``checkpoint_seconds``, ``validation_seconds``, ``probe_seconds``, all in
+        seconds; ``compile_seconds`` of steps; and ``recompilations``: programs compiled in phases that had theirs.
         """
         taken: dict[str, Any] = {"compile_seconds": _union(self._compiled)}
-        for phase in ("checkpoint", "validation", "probe"):
-            taken[f"{phase}_seconds"], self._seconds[phase] = self._seconds[phase], 0.0
+        names = {phase: f"{phase}_seconds" for phase in ("checkpoint", "validation", "probe")} | {"data": "data_wait"}
+        for phase, name in names.items():
+            taken[name], self._seconds[phase] = self._seconds[phase], 0.0
         taken["recompilations"], self._recompilations = self._recompilations, 0
         self._compiled = []
         return taken

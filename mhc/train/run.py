@@ -119,7 +119,6 @@ class Pending(NamedTuple):
     metrics: dict[str, Any]  # on the device
     batch: dict[str, np.ndarray]  # this process' rows
     position: dict[str, Any]  # of the data before the batch
-    data_wait: float  # seconds until the batch was there
 
 
 class Run:
@@ -352,12 +351,12 @@ class Run:
         pending: Pending | None = None
         while self.step < config.train.steps and self.halted is None and not self.stop.poll():
             position = self.data.get_state()
-            with self.phases("data") as waited:
+            with self.phases("data"):
                 batch = next(self.data)
             with self.phases("step"):
                 self.state, metrics = self._in_order(self.trainer.step(self.state, put_batch(batch, self.mesh)))
             self.step += 1
-            before, pending = pending, Pending(self.step, metrics, batch, position, waited.seconds)
+            before, pending = pending, Pending(self.step, metrics, batch, position)
             if before is not None and (alarm := self._log(before)):
                 pending = self._act(alarm, before, pending)
 
@@ -407,7 +406,6 @@ class Run:
             self.last_time = time.perf_counter()  # neither is part of the next step's time
         rate = self.config.train.batch_size * self.config.data.sequence_length / seconds
         spent = {
-            "data_wait": of.data_wait,
             **self.phases.take(),
             "wall_seconds": self.wall_before + time.perf_counter() - self.began,
             **device_memory(self.mesh.local_devices),
