@@ -423,8 +423,8 @@ def _check_unchanged(folder: Path, manifest: dict[str, Any], label: str) -> None
     if come:
         more = f" and {len(come) - 1} more file(s)" if len(come) > 1 else ""
         _warn_once(
-            f"{come[0]}{more} came to the corpus after {label} was prepared, and is not read: "
-            "to read it, prepare the corpus in a new folder"
+            f"{come[0]}{more} came to the corpus after {label} was prepared: not read here; "
+            "to read all, prepare the corpus in a new folder"
         )
 
 

@@ -379,7 +379,7 @@ def test_a_run_tells_of_files_that_came_to_the_corpus(
     assert told() == []
     (here / "corpus" / "b" / "1.jsonl").write_text("not even a text")
     (line,) = told()
-    assert line.startswith(f"{here}/corpus/b/1.jsonl came to the corpus after {data.source} was prepared, and is not")
+    assert line.startswith(f"{here}/corpus/b/1.jsonl came to the corpus after {data.source} was prepared: not read")
     assert told() == []  # once
     (here / "corpus" / "2.jsonl").write_text("")
     (line,) = told()
