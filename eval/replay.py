@@ -399,6 +399,7 @@ def _first_nan(trainer: Any, state: Any, batch: Any, completed: int) -> list[str
     import jax.numpy as jnp
 
     from mhc.train.optimizer import map_paths
+    from mhc.train.step import sublayer_name
 
     weights: list[str] = []
     map_paths(lambda path, leaf: weights.append(path) if jnp.isnan(leaf).any() else None, state.params)
@@ -409,7 +410,9 @@ def _first_nan(trainer: Any, state: Any, batch: Any, completed: int) -> list[str
         return []
     name, origin = found
     head, *rest = origin.render()
-    return [f"{name} pass: {head}", *rest]
+    fine = np.asarray(trainer.finite_outputs(state.params, batch, completed))
+    where = [] if fine.all() else [f"the first output that is not finite: {sublayer_name(int(np.argmin(fine)))}"]
+    return [f"{name} pass: {head}", *rest, *where]
 
 
 def _differences(

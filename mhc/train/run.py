@@ -20,6 +20,7 @@ from mhc import config as configs
 from mhc import distributed, provenance, remote
 from mhc.config import Config, shares
 from mhc.data import pipeline, tokenizers
+from mhc.data.places import may_match
 from mhc.data.prepared import manifest_hash
 from mhc.data.tokenizers import Tokenizer
 from mhc.errors import UserError
@@ -112,6 +113,19 @@ def run(config: Config, workdir: str | Path, origin: provenance.Origin | None = 
         return made.execute()
 
 
+def _check_apart(config: Config, place: remote.Folder) -> None:
+    """Raises UserError where a corpus' pattern matches what the run would write: the next run would read it as text."""
+    written = ("metrics.jsonl", "run.json", "train.log")
+    for field in ("data.source", "data.validation"):
+        spec = getattr(config.data, field.partition(".")[2])
+        for one in [] if spec is None else configs.shares(spec, field):
+            kind, _, pattern = one.source.partition(":")
+            if kind not in ("text", "tokens") or remote.is_remote(pattern) or not isinstance(place, Path):
+                continue
+            if any(may_match(pattern, str(place / name)) for name in written):
+                raise UserError(f"--workdir {place}: {field}={spec} matches what is written there; name another folder")
+
+
 class Pending(NamedTuple):
     """A step that the device was given and whose metrics were not read yet."""
 
@@ -144,6 +158,7 @@ class Run:
         self.faults, self.origin = faults, origin
         self.tokenizer: Tokenizer = tokenizers.load(config.data.tokenizer)
         self.config = configs.resolve(config, self.tokenizer.vocab_size)
+        _check_apart(self.config, self.place)
         self.mesh: Mesh = make_mesh(self.config.mesh, None if devices is None else list(devices))
         train = self.config.train
         check_batch(train.batch_size // train.accumulation, self.mesh, "train.batch_size / train.accumulation")

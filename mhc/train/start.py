@@ -153,6 +153,8 @@ def notes(config: Config, found: Source, tokenizer: str) -> Iterator[str]:
             f"data.tokenizer={config.data.tokenizer} gives other ids than that of {config.train.init_from}: the "
             "embedding and the head were learned for those"
         )
+    if config.positions.scaling in ("linear", "ntk", "yarn", "llama3") and config.positions.factor == 1.0:
+        yield f"positions.scaling={config.positions.scaling}: positions.factor=1.0 leaves the angles as they are"
     if config.train.init_optimizer and config.schedule.kind == "wsd":
         early = found.step - (config.decay_steps - config.wsd_steps)
         if early > 0:

@@ -81,7 +81,8 @@ def test_every_format_gives_the_same_documents_by_number(tmp_path: Path, name: s
 
 @pytest.mark.parametrize("ending", ["", ".gz", ".zst"])
 def test_a_byte_order_mark_is_no_part_of_a_line(tmp_path: Path, ending: str) -> None:
-    pack = {"": bytes, ".gz": gzip.compress, ".zst": frames}[ending]
+    packs: dict[str, Callable[[bytes], bytes]] = {"": bytes, ".gz": gzip.compress, ".zst": frames}
+    pack = packs[ending]
     mark = "\ufeff".encode()
     for number, content in enumerate((LINES, mark + LINES, mark + b"\n" + LINES)):
         (tmp_path / str(number)).mkdir()

@@ -143,7 +143,8 @@ def test_the_first_nan_is_named(rewound: Path) -> None:
     step = max(committed_steps(rewound)[0], 1) + 2
     result = replay(rewound, step, first=step - 1, overrides={"optimizer.lr": 1e20}, nan=True)
     assert result.nan is not None and np.isnan(result.metrics["loss"])
-    head, text, *calls = result.nan
+    head, text, *calls, first = result.nan
+    assert first == "the first output that is not finite: sublayer 0 (attention of block 0)"
     assert head.startswith("forward pass: ") and re.search(r" at \S*mhc/\w+/\w+\.py:\d+ in \w+$", head)
     assert text.strip() and calls and all(" called at " in line for line in calls)
     assert f"  first NaN    {head}\n" in render(result)

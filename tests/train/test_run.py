@@ -347,3 +347,16 @@ def test_dry_run_counts_without_allocating(corpus, monkeypatch):
     assert described["tokens_per_step"] == 8 * 16
     assert described["mesh"] == {"data": 4, "fsdp": 2, "tensor": 1, "expert": 1}
     assert described["residual"]["n"] == 4
+
+
+@pytest.mark.parametrize("spec", ["text:{}/*.jsonl", "mix:a=1*text:{}/**/*;b=1*text:{}/x.txt", "text:{}/run/run.json"])
+@pytest.mark.parametrize("field", ["source", "validation"])
+def test_a_corpus_that_would_take_in_the_run_is_refused(field: str, spec: str, corpus: str, tmp_path: Path) -> None:
+    folder = tmp_path if spec.endswith("*.jsonl") else tmp_path / "run"
+    spec = spec.replace("{}", str(tmp_path))
+    if field == "validation":
+        spec = spec.replace("mix:a=1*", "sets:a=").replace("b=1*", "b=")
+    made = config(corpus, "plain", data={field: spec})
+    with pytest.raises(UserError, match=rf"--workdir .*: data\.{field}=.* matches what is written there"):
+        runs.Run(made, folder, devices=jax.devices()[:1])
+    assert not list(tmp_path.iterdir())

@@ -308,16 +308,25 @@ def test_under_the_same_schedule_a_branch_is_the_stable_run(corpus: str, stable:
 def test_what_may_not_be_meant_is_said(corpus: str, stable: Path, tmp_path: Path) -> None:
     """A decay that began before the branch, ids that the weights were not learned for."""
 
-    def notes(tokenizer: str, **train: Any) -> list[str]:
+    def notes(tokenizer: str, positions: dict[str, Any] | None = None, **train: Any) -> list[str]:
         schedule = {"kind": "wsd", "wsd_steps": train["steps"] + 1, "decay_steps": None}
         made = with_source(
-            config(corpus, "plain", **{**STABLE, "schedule": schedule, "train": {**BRANCH, **train}}), stable
+            config(
+                corpus,
+                "plain",
+                **{**STABLE, "schedule": schedule, "train": {**BRANCH, **train}, "positions": positions or {}},
+            ),
+            stable,
         )
         made = resolve(made, 258)
         found = start.source(made)
         assert found is not None
         return list(start.notes(made, found, tokenizer))
 
+    positions = {"scaling": "ntk"}
+    (unscaled, _) = notes("bytes-258", positions=positions, steps=1)
+    assert unscaled == "positions.scaling=ntk: positions.factor=1.0 leaves the angles as they are"
+    assert len(notes("bytes-258", positions={**positions, "factor": 2.0}, steps=1)) == 1
     (early,) = notes("bytes-258", steps=1)
     assert early.startswith("schedule.wsd_steps: the decay has begun 1 steps before step 2")
     (other, _) = notes("bpe", steps=1)
@@ -387,7 +396,7 @@ def test_a_place_saved_before_it_had_the_share_held_out_is_compared_by_the_confi
         return {**host, "data": {key: value for key, value in host["data"].items() if key != "holdout"}}
 
     monkeypatch.setattr(start, "host_of", old)
-    train = {"init_from": f"{stable}@2", "init_data": True}
+    train: dict[str, Any] = {"init_from": f"{stable}@2", "init_data": True}
     opened(config(corpus, "plain", **{**STABLE, "train": train}), tmp_path / "x")
     with pytest.raises(UserError, match=r"another data\.holdout; .*, now 0\.4\)"):
         opened(config(corpus, "plain", **{**STABLE, "train": train, "data": {"holdout": 0.4}}), tmp_path / "x")
