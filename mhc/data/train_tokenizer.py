@@ -1,7 +1,7 @@
 """Train a byte-level BPE tokeniser on text: ``python -m mhc.data.train_tokenizer --source 'text:corpus/*.jsonl' …``.
 
 Bytes are its alphabet, so that any text can be spelt; ``<s>`` and ``</s>`` open and close a document, and are its only
-special tokens.
+special tokens. What the runs hold out (``--holdout``, as their data.holdout) is not read.
 """
 
 from __future__ import annotations
