@@ -766,6 +766,15 @@ def test_where_nothing_is_left_of_it_nothing_is_to_be_removed(
     assert not (tmp_path / "new").exists()
 
 
+@pytest.fixture
+def _heeds_interrupts() -> Iterator[None]:
+    """As a program in the foreground does; one that a shell began in the background inherits that they are ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("_heeds_interrupts")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 @pytest.mark.parametrize("shards", [0, 3])
 def test_a_signal_ends_it_as_any_error_does(
