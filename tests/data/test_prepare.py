@@ -775,8 +775,15 @@ def _heeds_interrupts() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("_heeds_interrupts")
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-@pytest.mark.parametrize("shards", [0, 3])
+@pytest.mark.parametrize(
+    ("number", "shards"),
+    [
+        (signal.SIGTERM, 0),
+        (signal.SIGINT, 3),
+        pytest.param(signal.SIGTERM, 3, marks=pytest.mark.slow),
+        pytest.param(signal.SIGINT, 0, marks=pytest.mark.slow),
+    ],
+)
 def test_a_signal_ends_it_as_any_error_does(
     tmp_path: Path,
     small: tuple[DataConfig, DataConfig],

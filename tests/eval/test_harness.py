@@ -216,6 +216,7 @@ def test_single_tokens_behind_one_context_take_one_pass(model, monkeypatch):
 # Generation -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_stop_string_ends_the_text_also_inside_tokens(model):
     """Every stop is cut out of what is written without stops: at any place, over one token or several."""
     context = words(3, 7)

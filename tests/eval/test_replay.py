@@ -138,6 +138,7 @@ def test_another_rate_goes_on_from_the_checkpoint(rewound: Path) -> None:
     assert result.metrics["loss"] == logged["loss"] and result.metrics["lr"] == 1.0
 
 
+@pytest.mark.slow
 def test_the_first_nan_is_named(rewound: Path) -> None:
     """Of a rate so high that the step after it overflows."""
     step = max(committed_steps(rewound)[0], 1) + 2

@@ -59,6 +59,7 @@ def plain_logits() -> np.ndarray:
     return np.asarray(forward(config)(initial(config), packed(4)))
 
 
+@pytest.mark.slow
 def test_hc_with_mean_collapse_starts_as_plain(plain_logits):
     config = small("hc", model=FOUR_BLOCKS, residual={"collapse": "mean"})
     assert relative_error(forward(config)(initial(config), packed(4)), plain_logits) <= 2e-5

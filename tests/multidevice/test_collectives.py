@@ -149,6 +149,7 @@ def whole(x: jax.Array) -> jax.Array:
 split = sharding.constrain_streams
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_compiled_now")
 @pytest.mark.parametrize(
     ("module", "name", "fault"),

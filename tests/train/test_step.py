@@ -103,6 +103,7 @@ def test_the_loss_is_the_mean_over_valid_targets():
 # Training on meshes of eight equals training on one: tests/multidevice.
 
 
+@pytest.mark.slow
 def test_parameters_and_moments_lie_in_their_shards():
     made = trainer(with_fields(small("mhc"), mesh={"fsdp": 2, "tensor": 2}), 8)
     state = start(made)
