@@ -38,7 +38,7 @@ def checked(function: Callable[..., Any]) -> Callable[..., checkify.Error]:
     """``function`` with a check of every operation, for jit; what it gives is told by `origin`.
 
     Every float that an operation makes is looked at, also in loops, rematerialised parts and hand-written gradients:
-    some times the work, and none of the values is kept.
+    several times the work, and none of the values is kept.
     """
     with_errors = checkify.checkify(function, errors=checkify.nan_checks)
     return lambda *arguments: with_errors(*arguments)[0]

@@ -264,14 +264,16 @@ class Trainer:
     def first_nan(self, params: Params, batch: Batch, completed: int) -> tuple[str, nan.Origin] | None:
         """("forward" or "backward", the first operation of the step's loss or gradient that gives a NaN).
 
-        None where there is none. The programs are compiled for this alone, with a check of every operation, and so
+        None where there is none. Batch: as ``step`` takes it. completed: the steps before this one.
+
+        The programs are compiled for this alone, with a check of every operation, and so
         round differently from the step's. Over several devices the compiler splits them as it likes, since checkify
         takes no second shard_map: they may hold more than the step does. Attention is the reference implementation,
         whose operations can be told apart.
         """
         attention = dataclasses.replace(self.config.attention, impl="xla")
         definition = DecoderDefinition(dataclasses.replace(self.config, attention=attention))
-        one = Mesh(self.mesh.devices.reshape(-1)[:1].reshape((1,) * self.mesh.devices.ndim), self.mesh.axis_names)
+        alone = Mesh(self.mesh.devices.reshape(-1)[:1].reshape((1,) * self.mesh.devices.ndim), self.mesh.axis_names)
         accumulation = self.config.train.accumulation
 
         def begin(params: Params) -> Params:
@@ -286,7 +288,7 @@ class Trainer:
 
         for name, function in (("forward", forward), ("backward", backward)):
             layouts = (self.layout.params, batch_sharding(self.mesh))
-            program = jit(self._traced(nan.checked(function), one), self.mesh, in_shardings=layouts)
+            program = jit(self._traced(nan.checked(function), alone), self.mesh, in_shardings=layouts)
             found = nan.origin(program(params, batch))
             if found is not None:
                 return name, found
