@@ -9,6 +9,9 @@ from __future__ import annotations
 from ml_collections import ConfigDict
 from ml_collections.config_dict import placeholder
 
+from mhc.config import fields_of
+from mhc.rules import unwrapped
+
 
 def get_config() -> ConfigDict:
     """The default configuration, locked: a field that does not exist cannot be set by mistake."""
@@ -99,22 +102,11 @@ def get_config() -> ConfigDict:
     init.scale_residual = True  # divide the sublayers' output projections by sqrt(2L)
     init.scale_streams = False  # multiply them by sqrt(N), as the HC paper does
 
+    # The fields that every kind has, then the options of all kinds; mhc/kinds.py says which kind has which.
     config.residual = residual = ConfigDict()
-    residual.kind = "mhc"  # topology: plain | hc | mhc | mhc_lite | kromhc | identity
-    residual.n = placeholder(int)  # streams N, 1 to 8 (mhc_lite: to 5; kromhc: 1, 2, 4, 8); None: 1 for plain, else 4
-    residual.scale = 1.0  # plain only: x' = scale x + F(x); 0 is the no-residual control
-    residual.init = placeholder(str)  # initial maps: hc (of hc) | home | equivalent | fanin | v4 (of mhc and its kin)
-    residual.alpha = placeholder(float)  # gate of the maps' input-dependent part at init; None: the preset's
-    residual.res_gap = 4.0  # init equivalent: how far the logits off the diagonal lie below it
-    residual.sinkhorn = "paper"  # order of normalisations: paper | deepseek (with eps; also adds map_eps to pre)
-    residual.iters = 20  # mhc: Sinkhorn iterations
-    residual.collapse = placeholder(str)  # streams to one: sum | mean | head (learned); None: sum for hc, else mean
-    residual.dynamic = True  # hc: maps depend on the input; False leaves the biases alone
-    residual.tanh = True  # hc: tanh around the input-dependent part
-    residual.rms_eps = 1e-6  # inside the root of the maps' norm
-    residual.map_eps = 1e-6  # sinkhorn=deepseek, and collapse=head: added to the read weights
-    residual.sinkhorn_eps = 1e-6  # sinkhorn=deepseek: added to the sums that are divided by
-    residual.decay_dynamic = False  # hc: weight decay also on the input-dependent part's weights
+    for field in fields_of("residual").values():
+        base, optional = unwrapped(field.hint)
+        residual[field.name] = placeholder(base) if optional and field.default is None else field.default
 
     config.data = data = ConfigDict()
     data.source = "stdlib"  # stdlib | tfds:<name> | text:<glob> | tokens:<glob> | prepared:<folder> | mix:…
@@ -214,4 +206,7 @@ def get_config() -> ConfigDict:
     seed.init = 0  # initial weights; each parameter's key is folded in from its path
     seed.data = 0  # order of documents
 
-    return config.lock()
+    config.lock()
+    # A kind from elsewhere may bring options that are known once its module is imported: a wrong name is told then.
+    config.residual.unlock()
+    return config

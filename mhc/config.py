@@ -20,11 +20,12 @@ import math
 import re
 import types
 import typing
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple, NoReturn
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, ClassVar, NamedTuple
 
 from mhc import kinds
 from mhc.errors import UserError, did_you_mean
+from mhc.rules import Rule, refuse
 
 SOURCES = ("stdlib", "tfds:<name>", "text:<glob>", "tokens:<glob>", "prepared:<folder>")
 
@@ -60,9 +61,9 @@ def shares(value: str, field: str = "data.source") -> tuple[Share, ...]:
             given = (rest_of if star and not weight.strip() else source).strip()
             raise UserError(f"{field}: the part {name!r} has no weight, allowed: {form}, e.g. {name}=1*{given}")
         if not (name and equals and star and rest_of.strip()):
-            _refuse(field, part.strip(), f"{kind}:{form};{form};… with {form} in each part")
+            refuse(field, part.strip(), f"{kind}:{form};{form};… with {form} in each part")
         if not re.fullmatch(r"[A-Za-z0-9_.-]+", name):
-            _refuse(field, name, f"{form} with a name of letters, digits, '_', '-' and '.'")
+            refuse(field, name, f"{form} with a name of letters, digits, '_', '-' and '.'")
         if name in [one.name for one in found]:
             raise UserError(
                 f"{field}: the name {name!r} is used twice, allowed: {form} with a name of its own in each part"
@@ -72,7 +73,7 @@ def shares(value: str, field: str = "data.source") -> tuple[Share, ...]:
         except ValueError:
             number = math.nan
         if not (math.isfinite(number) and number > 0):
-            _refuse(field, weight.strip(), f"{form} with a weight above 0 ({name})")
+            refuse(field, weight.strip(), f"{form} with a weight above 0 ({name})")
         _check_source(field, rest_of.strip(), ", ".join(SOURCES))
         found.append(Share(name, number, rest_of.strip()))
     total = sum(one.weight for one in found)
@@ -87,108 +88,25 @@ def _check_source(name: str, value: str, allowed: str) -> None:
     kinds_of = [name.partition(":")[0] for name in SOURCES]
     if colon and prefix in ("mix", "sets"):
         where = {"mix": "data.source", "sets": "data.validation"}[prefix]
-        _refuse(name, value, f"{allowed}; {prefix}: is for {where} as a whole")
+        refuse(name, value, f"{allowed}; {prefix}: is for {where} as a whole")
     if value != "stdlib" and not (prefix in kinds_of[1:] and rest):
-        _refuse(name, value, allowed, did_you_mean(prefix, kinds_of) if not colon or rest else "")
+        refuse(name, value, allowed, did_you_mean(prefix, kinds_of) if not colon or rest else "")
 
 
-@dataclasses.dataclass(frozen=True)
-class _Rule:
-    """What a field means and may hold, beyond its type; bounds are inclusive but for `above` and `below`."""
+def _field(default: Any, doc: str, *, source: str = "", **rule: Any) -> Any:
+    """Return a dataclass field with its rule; ``source``: it names a source, or several by ``mix:`` or ``sets:``."""
+    if source:
+        several = {"mix": "mix:<name>=<weight>*<source>;…", "sets": "sets:<name>=<source>;…"}[source]
+        rule["words"] = words = f"one of {', '.join(SOURCES)}, {several}"
 
-    doc: str
-    choices: tuple[str, ...] | Callable[[], tuple[str, ...]] = ()  # called where others may add to them
-    low: float | None = None
-    high: float | None = None
-    above: float | None = None
-    below: float | None = None
-    source: str = ""  # a source, or several: the kind of list, mix or sets
+        def check(name: str, value: str) -> None:
+            if value.startswith(f"{source}:"):
+                shares(value, name)
+            else:
+                _check_source(name, value, words)
 
-    def allowed(self) -> tuple[str, ...]:
-        """The choices as of now."""
-        return self.choices() if callable(self.choices) else self.choices
-
-    def bounds(self) -> str:
-        """The bounds in words, or ``""``."""
-        if self.low is not None and self.high is not None:
-            return f"from {self.low} to {self.high}"
-        parts = ((">=", self.low), (">", self.above), ("<=", self.high), ("<", self.below))
-        return " and ".join(f"{sign} {bound}" for sign, bound in parts if bound is not None)
-
-    def holds(self, value: float) -> bool:
-        """Whether a number lies within the bounds; infinities and NaN never do."""
-        return (
-            math.isfinite(value)
-            and (self.low is None or value >= self.low)
-            and (self.high is None or value <= self.high)
-            and (self.above is None or value > self.above)
-            and (self.below is None or value < self.below)
-        )
-
-
-def _field(default: Any, doc: str, **rule: Any) -> Any:
-    return dataclasses.field(default=default, metadata={"rule": _Rule(doc, **rule)})
-
-
-# Checks of one field ------------------------------------------------------------------------------------------------
-
-
-def _refuse(name: str, given: object, allowed: str, nearest: str = "") -> NoReturn:
-    raise UserError(f"{name}: given {given!r}, allowed: {allowed}{nearest}")
-
-
-def _type_words(hint: Any, rule: _Rule) -> str:
-    """What a field may hold, in words: for messages."""
-    options = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
-    base = next(option for option in options if option is not type(None))
-    if rule.source:
-        several = {"mix": "mix:<name>=<weight>*<source>;…", "sets": "sets:<name>=<source>;…"}[rule.source]
-        words = f"one of {', '.join(SOURCES)}, {several}"
-    elif rule.choices:
-        words = f"one of {', '.join(rule.allowed())}"
-    else:
-        article = {int: "an int", float: "a float", bool: "True or False", str: "a string"}
-        words = f"{article.get(base, 'a tuple of floats')} {rule.bounds()}".rstrip()
-    return words + (" or None" if type(None) in options else "")
-
-
-def _check(group: type[_Group], field: dataclasses.Field[Any], hint: Any, value: Any) -> Any:
-    """The value of one field, an int turned into a float and a list into a tuple where the type asks for it.
-
-    Raises: UserError where the value is of another type, out of range or not among the choices.
-    """
-    rule: _Rule = field.metadata["rule"]
-    name = f"{group.group}.{field.name}"
-    allowed = _type_words(hint, rule)
-    options = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
-    if value is None:
-        return value if type(None) in options else _refuse(name, value, allowed)
-    base = next(option for option in options if option is not type(None))
-    if base in (int, float):
-        return _number(base, rule, value, name, allowed)
-    if typing.get_origin(base) is tuple:
-        if not isinstance(value, (tuple, list)):
-            _refuse(name, value, allowed)
-        return tuple(_number(float, rule, item, name, allowed) for item in value)
-    if not isinstance(value, base):
-        _refuse(name, value, allowed)
-    if rule.choices and value not in rule.allowed():
-        _refuse(name, value, allowed, did_you_mean(value, rule.allowed()))
-    if rule.source:
-        if value.startswith(f"{rule.source}:"):
-            shares(value, name)
-        else:
-            _check_source(name, value, allowed)
-    return value
-
-
-def _number(base: type, rule: _Rule, value: Any, name: str, allowed: str) -> int | float:
-    # A bool is an int to Python, and `steps=True` is never meant.
-    if isinstance(value, bool) or not isinstance(value, int if base is int else (int, float)):
-        _refuse(name, value, allowed)
-    if not rule.holds(value):
-        _refuse(name, value, allowed)
-    return int(value) if base is int else float(value)
+        rule["further"] = check
+    return dataclasses.field(default=default, metadata={"rule": Rule(doc, **rule)})
 
 
 @functools.cache
@@ -211,8 +129,9 @@ class _Group:
     def __post_init__(self) -> None:
         hints = _hints(type(self))  # type: ignore[arg-type]  # a class is hashable
         for field in dataclasses.fields(self):  # type: ignore[arg-type]  # every subclass is a dataclass
-            checked = _check(type(self), field, hints[field.name], getattr(self, field.name))
-            object.__setattr__(self, field.name, checked)
+            rule: Rule = field.metadata["rule"]
+            name = f"{self.group}.{field.name}"
+            object.__setattr__(self, field.name, rule.check(name, hints[field.name], getattr(self, field.name)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -376,31 +295,113 @@ class InitConfig(_Group, group="init"):
     scale_streams: bool = _field(False, "multiply them by sqrt(N), as the HC paper does (arXiv:2409.19606)")
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, init=False)
 class ResidualConfig(_Group, group="residual"):
-    """The residual topology: what this project compares."""
+    """The residual topology: what this project compares.
+
+    These fields every kind has. Its own, such as ``scale`` of plain, are declared with it (``mhc.kinds.Kind.options``)
+    and are attributes here too. A kind from elsewhere is registered by importing ``module``, which making this does.
+    """
 
     kind: str = _field("mhc", "topology", choices=kinds.names)
-    n: int | None = _field(None, "streams N; None: 1 for plain, 4 otherwise", low=1, high=8)
-    scale: float = _field(1.0, "plain only: x' = scale x + F(x); 0 is the no-residual control")
-    init: str | None = _field(None, "initial maps; None: hc for hc, home for mhc and its kin", choices=kinds.inits)
-    alpha: float | None = _field(None, "gate of the input-dependent part of the maps at init; None: the preset's")
-    res_gap: float = _field(4.0, "init equivalent: how far logits off the diagonal lie below it", low=0)
-    sinkhorn: str = _field(
-        "paper",
-        "mhc: order of the normalisations; deepseek also adds map_eps to pre, for mhc and its kin",
-        choices=("paper", "deepseek"),
+    module: str | None = _field(
+        None,
+        "modules that register kinds from elsewhere, separated by commas; None: the one that registered the kind",
+        words="names of modules as `import` takes them",
+        further=kinds.check_modules,
     )
-    iters: int = _field(20, "mhc: Sinkhorn iterations", low=1)
-    collapse: str | None = _field(
-        None, "streams to one; None: sum for hc, mean for the others", choices=kinds.collapses
-    )
-    dynamic: bool = _field(True, "hc: maps depend on the input; False leaves the biases alone")
-    tanh: bool = _field(True, "hc: tanh around the input-dependent part")
-    rms_eps: float = _field(1e-6, "inside the root of the maps' norm", low=0)
-    map_eps: float = _field(1e-6, "sinkhorn=deepseek, and collapse=head: added to the read weights", low=0)
-    sinkhorn_eps: float = _field(1e-6, "mhc with sinkhorn=deepseek: added to the sums that are divided by", low=0)
-    decay_dynamic: bool = _field(False, "hc: weight decay also on the input-dependent part's weights")
+    n: int | None = _field(None, "streams N; None: the kind's default", low=1)
+    init: str | None = _field(None, "initial maps; None: the kind's first preset", choices=kinds.inits)
+    collapse: str | None = _field(None, "streams to one; None: the kind's first way", choices=kinds.collapses)
+    options: tuple[tuple[str, Any], ...] = ()
+    """Every option of the kind with its value, then what was set for other kinds and may stand here."""
+
+    def __init__(
+        self,
+        kind: str = "mhc",
+        module: str | None = None,
+        n: int | None = None,
+        init: str | None = None,
+        collapse: str | None = None,
+        options: Iterable[tuple[str, Any]] = (),
+        **named: Any,
+    ):
+        """Check and set the fields; options of kinds by name, or as pairs in ``options``, over which names count.
+
+        Raises:
+          UserError: a module that cannot be imported, an unknown field, or a value that a field may not hold.
+        """
+        fields = {"kind": kind, "module": module, "n": n, "init": init, "collapse": collapse}
+        if isinstance(module, str):
+            kinds.load(module)
+        hints = _hints(type(self))  # type: ignore[arg-type]
+        for name, value in fields.items():
+            rule = type(self).__dataclass_fields__[name].metadata["rule"]
+            object.__setattr__(self, name, rule.check(f"residual.{name}", hints[name], value))
+        object.__setattr__(self, "options", _kind_options(kinds.known()[self.kind], dict(options) | named))
+
+    def __post_init__(self) -> None:
+        """Do nothing: ``__init__`` has checked every field."""
+
+    def __getattr__(self, name: str) -> Any:
+        own = dict(self.__dict__.get("options", ()))
+        if name in own:
+            return own[name]
+        if name in kinds.options():
+            return kinds.options()[name].default
+        raise AttributeError(f"no residual kind has an option {name!r}")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle by the fields, so that a process that unpickles imports the module of the kind."""
+        return _residual_config, (self.flat(),)
+
+    def flat(self) -> dict[str, Any]:
+        """Return {field: value}, options beside the others; ``module`` is left out where there is none."""
+        common = {name: getattr(self, name) for name in kinds.COMMON}
+        if self.module is None:
+            del common["module"]
+        return common | dict(self.options)
+
+    @property
+    def spec(self) -> kinds.Kind:
+        """What the kind declares."""
+        return kinds.known()[self.kind]
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether this is the plain residual, x' = x + F(x)."""
+        return self.spec.is_plain and not self.apart_from_plain
+
+    @property
+    def apart_from_plain(self) -> dict[str, tuple[Any, Any]]:
+        """{field: (value here, value needed)} of what keeps a fresh model from computing the plain residual's function."""
+        wanted, spec = self.spec.preserving, self.spec
+        first = {"init": next(iter(spec.inits), None), "collapse": spec.collapses[0], "n": spec.default_streams}
+        given = {name: getattr(self, name) for name in wanted}
+        # What is not said is chosen so that the function is kept, or is the kind's first choice.
+        given = {name: first.get(name, wanted[name]) if value is None else value for name, value in given.items()}
+        return {name: (given[name], wanted[name]) for name in wanted if given[name] != wanted[name]}
+
+
+def _residual_config(fields: Mapping[str, Any]) -> ResidualConfig:
+    return ResidualConfig(**fields)
+
+
+def _kind_options(kind: kinds.Kind, given: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
+    """Return the options of a kind with their values, and after them those of other kinds that may stand beside it.
+
+    Raises: UserError for an unknown option, a wrong value, or one of another kind that would silently do nothing.
+    """
+    values = {name: option.default for name, option in kind.options.items()}
+    for name, value in sorted(given.items()):
+        _, hint, default, rule = _find(f"residual.{name}")
+        checked = rule.check(f"residual.{name}", hint, value)
+        if name in values or (checked != default and rule.anywhere):
+            values[name] = checked
+        elif checked != default:
+            has = " and ".join(kinds.owners(name))
+            refuse(f"residual.{name}", value, f"{default} with residual.kind={kind.name}: it is a choice of {has}")
+    return tuple(values.items())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -609,7 +610,7 @@ class Config:
         _check_feed_forward(self)
         _check_norm(self.norm)
         _check_remat(self.model)
-        _check_residual(self.residual)
+        _check_residual(self)
         _check_schedule(self)
         _check_batch(self)
 
@@ -667,7 +668,7 @@ class Config:
     @property
     def streams(self) -> int:
         """N."""
-        return self.residual.n or kinds.known()[self.residual.kind].default_streams
+        return self.residual.n or self.residual.spec.default_streams
 
     @property
     def remat_blocks(self) -> int:
@@ -709,6 +710,7 @@ class Config:
 MACHINE = ("watchdog.", "mesh.", "distributed.", "data.prefetch", "data.workers", "data.cache_dir")
 # What may differ between a stored run and the command that resumes it: names of fields or, ending in a dot, of groups.
 RESUMABLE = (
+    "residual.module",
     "train.steps",
     "validation.every",
     "checkpoint.",
@@ -728,13 +730,13 @@ def _check_shapes(config: Config) -> None:
     width, heads = config.model.width, config.attention.heads
     kv_heads, head_dim = config.attention.kv_heads, config.attention.head_dim
     if head_dim is None and width % heads:
-        _refuse("attention.heads", heads, f"a divisor of model.width={width}, or set attention.head_dim")
+        refuse("attention.heads", heads, f"a divisor of model.width={width}, or set attention.head_dim")
     if kv_heads is not None and heads % kv_heads:
-        _refuse("attention.kv_heads", kv_heads, f"a divisor of attention.heads={heads}")
+        refuse("attention.kv_heads", kv_heads, f"a divisor of attention.heads={heads}")
     if config.positions.kind == "rope" and config.attention.kind == "heads" and config.head_dim % 2:
         if head_dim is None:
-            _refuse("model.width", width, f"an even multiple of attention.heads={heads}, since rope rotates pairs")
-        _refuse("attention.head_dim", head_dim, "an even number, since rope rotates pairs")
+            refuse("model.width", width, f"an even multiple of attention.heads={heads}, since rope rotates pairs")
+        refuse("attention.head_dim", head_dim, "an even number, since rope rotates pairs")
 
 
 def _only_with(group: _Group, fields: Sequence[str], reason: str) -> None:
@@ -742,26 +744,24 @@ def _only_with(group: _Group, fields: Sequence[str], reason: str) -> None:
     for field in dataclasses.fields(group):  # type: ignore[arg-type]
         value = getattr(group, field.name)
         if field.name in fields and value != field.default:
-            _refuse(f"{group.group}.{field.name}", value, f"{field.default} {reason}")
+            refuse(f"{group.group}.{field.name}", value, f"{field.default} {reason}")
 
 
 def _check_attention(config: Config) -> None:
     attention, rope = config.attention, config.positions.kind == "rope"
     if attention.kind == "mla":
         if attention.kv_heads not in (None, attention.heads):
-            _refuse(
+            refuse(
                 "attention.kv_heads", attention.kv_heads, "None with attention.kind=mla: every head has its own keys"
             )
         if attention.bias:
-            _refuse("attention.bias", True, "False with attention.kind=mla: its latents are normalised instead")
+            refuse("attention.bias", True, "False with attention.kind=mla: its latents are normalised instead")
         if attention.qk_norm:
-            _refuse("attention.qk_norm", True, "False with attention.kind=mla: its latents are normalised instead")
+            refuse("attention.qk_norm", True, "False with attention.kind=mla: its latents are normalised instead")
         if rope and (config.rope_dim == 0 or config.rope_dim % 2):
-            _refuse("attention.rope_dim", attention.rope_dim, "an even number from 2 with positions.kind=rope")
+            refuse("attention.rope_dim", attention.rope_dim, "an even number from 2 with positions.kind=rope")
         if not rope and config.rope_dim:
-            _refuse(
-                "attention.rope_dim", attention.rope_dim, "None or 0 unless positions.kind=rope: nothing is rotated"
-            )
+            refuse("attention.rope_dim", attention.rope_dim, "None or 0 unless positions.kind=rope: nothing is rotated")
     else:
         latent = ("value_dim", "kv_rank", "q_rank", "rope_dim")
         defaults = {field.name: field.default for field in dataclasses.fields(AttentionConfig)}
@@ -770,17 +770,15 @@ def _check_attention(config: Config) -> None:
         for name in latent:
             value = getattr(attention, name)
             if value not in (defaults[name], given.get(name, defaults[name])):
-                _refuse(
-                    f"attention.{name}", value, f"{defaults[name]} with attention.kind=heads: it is a choice of mla"
-                )
+                refuse(f"attention.{name}", value, f"{defaults[name]} with attention.kind=heads: it is a choice of mla")
     if attention.global_every == 1 or (attention.global_every and attention.window is None):
-        _refuse("attention.global_every", attention.global_every, "0, or from 2 with attention.window set")
+        refuse("attention.global_every", attention.global_every, "0, or from 2 with attention.window set")
     if attention.prefix >= config.data.sequence_length:
-        _refuse("attention.prefix", attention.prefix, f"below data.sequence_length={config.data.sequence_length}")
+        refuse("attention.prefix", attention.prefix, f"below data.sequence_length={config.data.sequence_length}")
     if attention.impl in _IMPLEMENTATION_LIMITS:
         lacks = implementation_lacks(config, attention.impl)
         if lacks:
-            _refuse("attention.impl", attention.impl, f"auto or xla: {attention.impl} has no {lacks}")
+            refuse("attention.impl", attention.impl, f"auto or xla: {attention.impl} has no {lacks}")
 
 
 # What an implementation of attention cannot do. `auto` never chooses one for a model that needs it.
@@ -807,11 +805,9 @@ def _check_distributed(distributed: DistributedConfig) -> None:
         return
     host, colon, port = (distributed.coordinator or "").rpartition(":")
     if not (host and colon and port.isdigit() and 0 < int(port) < 2**16):
-        _refuse("distributed.coordinator", distributed.coordinator, "HOST:PORT with distributed.cluster=address")
+        refuse("distributed.coordinator", distributed.coordinator, "HOST:PORT with distributed.cluster=address")
     if distributed.process_id >= distributed.processes:
-        _refuse(
-            "distributed.process_id", distributed.process_id, f"below distributed.processes={distributed.processes}"
-        )
+        refuse("distributed.process_id", distributed.process_id, f"below distributed.processes={distributed.processes}")
 
 
 def _check_positions(config: Config) -> None:
@@ -819,25 +815,23 @@ def _check_positions(config: Config) -> None:
     if positions.kind != "rope":
         _only_with(positions, ("scaling", "factor", "attention_factor"), "unless positions.kind=rope")
     if positions.scaling == "none" and positions.factor != 1.0:
-        _refuse("positions.factor", positions.factor, "1.0 with positions.scaling=none")
+        refuse("positions.factor", positions.factor, "1.0 with positions.scaling=none")
     if positions.scaling != "yarn":
         _only_with(positions, ("attention_factor", "beta_fast", "beta_slow"), "unless positions.scaling=yarn")
     if positions.scaling != "llama3":
         _only_with(positions, ("low_frequency", "high_frequency"), "unless positions.scaling=llama3")
     if positions.beta_slow >= positions.beta_fast:
-        _refuse("positions.beta_slow", positions.beta_slow, f"below positions.beta_fast={positions.beta_fast}")
+        refuse("positions.beta_slow", positions.beta_slow, f"below positions.beta_fast={positions.beta_fast}")
     if positions.low_frequency >= positions.high_frequency:
-        _refuse(
+        refuse(
             "positions.low_frequency",
             positions.low_frequency,
             f"below positions.high_frequency={positions.high_frequency}",
         )
     if positions.kind == "learned" and config.max_length < length:
-        _refuse("positions.max_length", positions.max_length, f"at least data.sequence_length={length}")
+        refuse("positions.max_length", positions.max_length, f"at least data.sequence_length={length}")
     if positions.kind == "relative_bias" and positions.max_distance <= positions.buckets // 2:
-        _refuse(
-            "positions.max_distance", positions.max_distance, f"above half of positions.buckets={positions.buckets}"
-        )
+        refuse("positions.max_distance", positions.max_distance, f"above half of positions.buckets={positions.buckets}")
 
 
 GATED = ("glu", "geglu", "swiglu")
@@ -846,58 +840,39 @@ GATED = ("glu", "geglu", "swiglu")
 def _check_feed_forward(config: Config) -> None:
     moe, layers = config.moe, config.model.layers
     if config.mlp.kind not in GATED and config.mlp.clamp is not None:
-        _refuse("mlp.clamp", config.mlp.clamp, f"None with mlp.kind={config.mlp.kind}: it has no gate")
+        refuse("mlp.clamp", config.mlp.clamp, f"None with mlp.kind={config.mlp.kind}: it has no gate")
     if not moe.experts:
         _only_with(moe, ("shared", "dense_layers", "z_loss"), "with moe.experts=0")
         return
     if moe.top_k > moe.experts:
-        _refuse("moe.top_k", moe.top_k, f"at most moe.experts={moe.experts}")
+        refuse("moe.top_k", moe.top_k, f"at most moe.experts={moe.experts}")
     if moe.dense_layers >= layers:
-        _refuse("moe.dense_layers", moe.dense_layers, f"below model.layers={layers}, or moe.experts=0")
+        refuse("moe.dense_layers", moe.dense_layers, f"below model.layers={layers}, or moe.experts=0")
     if moe.experts % config.mesh.expert:
-        _refuse("mesh.expert", config.mesh.expert, f"a divisor of moe.experts={moe.experts}")
+        refuse("mesh.expert", config.mesh.expert, f"a divisor of moe.experts={moe.experts}")
     if config.mlp.bias:
-        _refuse("mlp.bias", True, "False with moe.experts > 0: experts have no biases")
+        refuse("mlp.bias", True, "False with moe.experts > 0: experts have no biases")
 
 
 def _check_remat(model: ModelConfig) -> None:
     if model.remat_blocks is not None and model.remat != "streams":
-        _refuse("model.remat_blocks", model.remat_blocks, f"None with model.remat={model.remat}: it is for streams")
+        refuse("model.remat_blocks", model.remat_blocks, f"None with model.remat={model.remat}: it is for streams")
 
 
 def _check_norm(norm: NormConfig) -> None:
     if norm.gamma_frozen and norm.gamma_schedule is not None:
-        _refuse("norm.gamma_frozen", True, "False with norm.gamma_schedule: a schedule is never trained")
+        refuse("norm.gamma_frozen", True, "False with norm.gamma_schedule: a schedule is never trained")
 
 
-# Fields that only some kinds have, and their neutral values: another value would silently do nothing elsewhere.
-_KIND_OPTIONS = {
-    "scale": 1.0,
-    "alpha": None,
-    "sinkhorn": "paper",
-    "dynamic": True,
-    "tanh": True,
-    "decay_dynamic": False,
-}
-
-
-def _check_residual(residual: ResidualConfig) -> None:
-    kind = kinds.known()[residual.kind]
+def _check_residual(config: Config) -> None:
+    residual, kind = config.residual, config.residual.spec
     for name in ("n", "init", "collapse"):
         value = getattr(residual, name)
         allowed = kind.refusal(name, value)
         if allowed is not None:
-            _refuse(f"residual.{name}", value, allowed)
-    for name, neutral in _KIND_OPTIONS.items():
-        value = getattr(residual, name)
-        if name not in kind.options and value != neutral:
-            has = " and ".join(other.name for other in kinds.known().values() if name in other.options)
-            _refuse(f"residual.{name}", value, f"{neutral} with residual.kind={kind.name}: it is a choice of {has}")
-    if not residual.dynamic:
-        if residual.decay_dynamic:
-            _refuse("residual.decay_dynamic", True, "False with residual.dynamic=False: nothing is left to decay")
-        if residual.alpha is not None:
-            _refuse("residual.alpha", residual.alpha, "None with residual.dynamic=False: no gate is left")
+            refuse(f"residual.{name}", value, allowed)
+    if kind.check is not None:
+        kind.check(config)
 
 
 def _check_schedule(config: Config) -> None:
@@ -905,22 +880,22 @@ def _check_schedule(config: Config) -> None:
     entered = "train.steps" if config.last_step == config.train.steps else "STEP + train.steps"
     name = entered if schedule.decay_steps is None else "schedule.decay_steps"
     if warmup > end:
-        _refuse("schedule.warmup_steps", warmup, f"at most {name}={end}")
+        refuse("schedule.warmup_steps", warmup, f"at most {name}={end}")
     if schedule.kind != "wsd":
         _only_with(schedule, ("wsd_steps", "wsd_shape"), "unless schedule.kind=wsd")
     elif schedule.wsd_steps is not None:
         if warmup + schedule.wsd_steps > end:
             longest = end - warmup
-            _refuse("schedule.wsd_steps", schedule.wsd_steps, f"at most {longest}: {warmup} of {end} steps warm up")
+            refuse("schedule.wsd_steps", schedule.wsd_steps, f"at most {longest}: {warmup} of {end} steps warm up")
     elif warmup + schedule.wsd_fraction * end > end:
         most = (end - warmup) / end
-        _refuse("schedule.wsd_fraction", schedule.wsd_fraction, f"at most {most:.3g}: {warmup} of {end} steps warm up")
+        refuse("schedule.wsd_fraction", schedule.wsd_fraction, f"at most {most:.3g}: {warmup} of {end} steps warm up")
     if schedule.kind == "step":
         fractions, ratios = schedule.step_fractions, schedule.step_ratios
         if len(fractions) != len(ratios) or not fractions:
-            _refuse("schedule.step_ratios", ratios, f"as many as schedule.step_fractions={fractions}, at least one")
+            refuse("schedule.step_ratios", ratios, f"as many as schedule.step_fractions={fractions}, at least one")
         if any(later <= earlier for earlier, later in itertools.pairwise(fractions)):
-            _refuse("schedule.step_fractions", fractions, "increasing shares of the run")
+            refuse("schedule.step_fractions", fractions, "increasing shares of the run")
 
 
 def _check_batch(config: Config) -> None:
@@ -931,15 +906,15 @@ def _check_batch(config: Config) -> None:
         _only_with(config.watchdog, ("abort",), "with watchdog.seconds=0: nothing is watched")
     size, parts, mesh = config.train.batch_size, config.train.accumulation, config.mesh
     if size % parts:
-        _refuse("train.accumulation", parts, f"a divisor of train.batch_size={size}")
+        refuse("train.accumulation", parts, f"a divisor of train.batch_size={size}")
     if mesh.data == 0:
-        _refuse("mesh.data", 0, "-1 or an int >= 1")
+        refuse("mesh.data", 0, "-1 or an int >= 1")
     split = max(mesh.data, 1) * mesh.fsdp * mesh.expert
     if (size // parts) % split:
-        _refuse("train.batch_size", size, f"a multiple of {parts * split}: accumulation × mesh data × fsdp × expert")
+        refuse("train.batch_size", size, f"a multiple of {parts * split}: accumulation × mesh data × fsdp × expert")
     window, least = config.monitor.zscore_window, config.monitor.zscore_min_history
     if least > window:
-        _refuse("monitor.zscore_min_history", least, f"at most monitor.zscore_window={window}")
+        refuse("monitor.zscore_min_history", least, f"at most monitor.zscore_window={window}")
 
 
 # From and to the edge -----------------------------------------------------------------------------------------------
@@ -951,21 +926,49 @@ def groups() -> Mapping[str, type]:
     return types.MappingProxyType(typing.get_type_hints(Config))
 
 
+class Field(NamedTuple):
+    """A field of a group."""
+
+    name: str
+    hint: Any
+    """Its type."""
+    default: Any
+    rule: Any
+    """A ``Rule``; an ``Option`` where the field belongs to residual kinds."""
+
+
+def fields_of(group: str) -> Mapping[str, Field]:
+    """Return the fields of a group by name; those of ``residual`` hold the options of every kind that is known."""
+    made, hints = groups()[group], _hints(groups()[group])
+    fields = {
+        field.name: Field(field.name, hints[field.name], field.default, field.metadata["rule"])
+        for field in dataclasses.fields(made)
+        if "rule" in field.metadata
+    }
+    if group == ResidualConfig.group:
+        fields |= {name: Field(name, option.type, option.default, option) for name, option in kinds.options().items()}
+    return fields
+
+
 def field_names() -> Iterator[str]:
-    """The dotted name of every field, in the order of ``Config``."""
-    for group, kind in groups().items():
-        for field in dataclasses.fields(kind):
-            yield f"{group}.{field.name}"
+    """Yield the dotted name of every field, in the order of ``Config``; options of kinds at the end of theirs."""
+    for group in groups():
+        yield from (f"{group}.{name}" for name in fields_of(group))
+
+
+def value_of(config: Config, name: str) -> Any:
+    """Return the value of a field by its dotted name; of an option that the kind lacks, the default."""
+    group, _, leaf = name.partition(".")
+    return getattr(getattr(config, group), leaf)
 
 
 def describe(name: str) -> str:
-    """What a field means, and what it may hold, in one line. Raises UserError for an unknown name."""
-    kind, field = _find(name)
-    rule: _Rule = field.metadata["rule"]
-    return f"{rule.doc} [{_type_words(typing.get_type_hints(kind)[field.name], rule)}]"
+    """Return what a field means, and what it may hold, in one line. Raises UserError for an unknown name."""
+    field = _find(name)
+    return f"{field.rule.doc} [{field.rule.type_words(field.hint)}]"
 
 
-def _find(name: str) -> tuple[type[_Group], dataclasses.Field[Any]]:
+def _find(name: str) -> Field:
     known = groups()
     group, _, leaf = name.partition(".")
     if group not in known:
@@ -973,13 +976,13 @@ def _find(name: str) -> tuple[type[_Group], dataclasses.Field[Any]]:
         same_leaf = [full for full in field_names() if full.partition(".")[2] == (leaf or group)]
         hint = f" (did you mean {' or '.join(same_leaf)}?)" if same_leaf and not leaf else did_you_mean(group, known)
         raise UserError(f"{name}: unknown group {group}{hint}; groups: {', '.join(known)}")
-    fields = {field.name: field for field in dataclasses.fields(known[group])}
+    fields = fields_of(group)
     if leaf not in fields:
         nearest = did_you_mean(leaf, fields) if leaf else ""
         hint = nearest.replace("did you mean ", f"did you mean {group}.")
         what = "unknown field" if leaf else "is a group, not a field"
         raise UserError(f"{name}: {what}{hint}; {group} has: {', '.join(fields)}")
-    return known[group], fields[leaf]
+    return fields[leaf]
 
 
 def parse_value(name: str, text: str) -> Any:
@@ -987,19 +990,18 @@ def parse_value(name: str, text: str) -> Any:
 
     Raises: UserError for an unknown field, another type, or a value out of range.
     """
-    kind, field = _find(name)
-    hint = typing.get_type_hints(kind)[field.name]
-    options = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    field = _find(name)
+    options = typing.get_args(field.hint) if isinstance(field.hint, types.UnionType) else (field.hint,)
     value: Any = text
     if type(None) in options and text == "None":
         value = None
     elif bool in options:
         value = {"true": True, "t": True, "1": True, "false": False, "f": False, "0": False}.get(text.lower(), text)
     elif str not in options:
-        # `_check` refuses what is no number in the words of every other refusal.
+        # `check` refuses what is no number in the words of every other refusal.
         with contextlib.suppress(ValueError, SyntaxError):
             value = float(text) if float in options else ast.literal_eval(text)
-    return _check(kind, field, hint, value)
+    return field.rule.check(name, field.hint, value)
 
 
 def from_config_dict(raw: Any) -> Config:
@@ -1012,6 +1014,7 @@ def from_config_dict(raw: Any) -> Config:
     if not isinstance(tree, Mapping):
         raise UserError(f"config: given {type(raw).__name__}, allowed: a ConfigDict or a nested dict")
     made = {}
+    load_kinds(tree)
     for group, fields in tree.items():
         if group not in groups() or not isinstance(fields, Mapping):
             _find(str(group))  # refuses an unknown group, and a value where the group's fields belong
@@ -1019,6 +1022,17 @@ def from_config_dict(raw: Any) -> Config:
             _find(f"{group}.{leaf}")
         made[group] = groups()[group](**fields)
     return Config(**made)
+
+
+def load_kinds(tree: Mapping[str, Any]) -> None:
+    """Import the modules that ``residual.module`` of a nested config names, so that its kinds and options are known.
+
+    Raises: UserError where one cannot be imported.
+    """
+    fields = tree.get("residual")
+    modules = fields.get("module") if isinstance(fields, Mapping) else None
+    if isinstance(modules, str):
+        kinds.load(modules)
 
 
 def resolve(config: Config, vocab_size: int) -> Config:
@@ -1030,9 +1044,9 @@ def resolve(config: Config, vocab_size: int) -> Config:
     Raises: UserError where model.vocab_size is too small for the tokeniser.
     """
     model, residual = config.model, config.residual
-    kind = kinds.known()[residual.kind]
+    kind = residual.spec
     if model.vocab_size is not None and model.vocab_size < vocab_size:
-        _refuse("model.vocab_size", model.vocab_size, f"at least {vocab_size}, the tokeniser's size")
+        refuse("model.vocab_size", model.vocab_size, f"at least {vocab_size}, the tokeniser's size")
     return dataclasses.replace(
         config,
         model=dataclasses.replace(model, vocab_size=model.vocab_size or vocab_size),
@@ -1050,6 +1064,7 @@ def resolve(config: Config, vocab_size: int) -> Config:
         moe=dataclasses.replace(config.moe, width=config.expert_width),
         residual=dataclasses.replace(
             residual,
+            module=residual.module or kinds.module_of(residual.kind),
             n=residual.n or kind.default_streams,
             init=residual.init or next(iter(kind.inits), None),
             collapse=residual.collapse or kind.collapses[0],
@@ -1089,11 +1104,11 @@ def change(config: Config, overrides: Mapping[str, Any]) -> Config:
         group, _, leaf = name.partition(".")
         if is_derived(config, name):
             tree[group][leaf] = None
-    kind = overrides.get("residual.kind", config.residual.kind)
-    if kind != config.residual.kind and kind in kinds.known():
-        every = {option for known in kinds.known().values() for option in known.options}
-        default = dataclasses.asdict(ResidualConfig())
-        tree["residual"] |= {option: default[option] for option in every - set(kinds.known()[kind].options)}
+    load_kinds({"residual": {"module": overrides.get("residual.module")}})
+    kind = kinds.known().get(overrides.get("residual.kind", ""), config.residual.spec)
+    for name in config.residual.spec.options:
+        if name not in kind.options and not kinds.options()[name].anywhere:
+            del tree["residual"][name]
     for name, value in overrides.items():
         group, _, leaf = name.partition(".")
         tree[group][leaf] = value
@@ -1101,8 +1116,12 @@ def change(config: Config, overrides: Mapping[str, Any]) -> Config:
 
 
 def to_dict(config: Config) -> dict[str, dict[str, Any]]:
-    """The Config as a nested dict {group: {field: value}}."""
-    return dataclasses.asdict(config)
+    """Return the Config as a nested dict {group: {field: value}}."""
+    parts = {group: getattr(config, group) for group in groups()}
+    return {
+        group: part.flat() if isinstance(part, ResidualConfig) else dataclasses.asdict(part)
+        for group, part in parts.items()
+    }
 
 
 def to_json(config: Config) -> str:
@@ -1121,13 +1140,8 @@ def from_json(text: str) -> Config:
 
 def diff(old: Config, new: Config) -> dict[str, tuple[Any, Any]]:
     """Fields whose values differ: {dotted name: (old value, new value)}, in the order of ``Config``."""
-    before, after = to_dict(old), to_dict(new)
-    pairs = ((name, *name.split(".")) for name in field_names())
-    return {
-        name: (before[group][leaf], after[group][leaf])
-        for name, group, leaf in pairs
-        if before[group][leaf] != after[group][leaf]
-    }
+    pairs = ((name, (value_of(old, name), value_of(new, name))) for name in field_names())
+    return {name: (before, after) for name, (before, after) in pairs if before != after}
 
 
 def check_resume(old: Config, new: Config) -> dict[str, tuple[Any, Any]]:

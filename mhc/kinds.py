@@ -1,17 +1,27 @@
-"""The residual kinds: what each allows, and how training treats its parameters.
+"""The residual kinds: what each allows, the options that it has, and how training treats its parameters.
 
-Free of jax, so that a configuration is refused before anything heavy is loaded. The kinds of this project stand below;
-``mhc.residual.register`` adds one from elsewhere, and the configuration, the layout and the optimiser then know it too.
+This module is free of jax, so that a configuration is refused before anything heavy is loaded. A kind of this project is
+one row of the table below and one file in ``mhc/residual``; ``mhc.residual.register`` adds one from elsewhere. The
+configuration, the layout over a mesh, the optimiser, the exporter and the contract tests read the table and name no kind.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import importlib
+import os
 import re
+import sys
+import traceback
 import types
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
-MAX_STREAMS = 8
+from mhc.errors import UserError, did_you_mean
+from mhc.rules import Rule, refuse
+
+# The fields that every kind has; what else stands in `residual.*` are options of kinds.
+COMMON = ("kind", "module", "n", "init", "collapse")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,35 +32,76 @@ class Parameter:
     """A logical axis of ``mhc.sharding.RULES`` for each axis, without the leading one of stacked blocks."""
     muon: tuple[tuple[int, ...], tuple[int, ...]] | None = None
     """(input axes, output axes), counted from the right, of the matrix that Muon takes; None: AdamW takes it."""
-    dynamic: bool = False
-    """Whether ``residual.decay_dynamic`` subjects it to weight decay."""
+    decayed_by: str | None = None
+    """The option of the kind that, when true, puts weight decay on the parameter; None: nothing does."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Option(Rule):
+    """A field of ``residual.*`` that some kinds have: ``Option("places that streams turn by", default=1, low=1)``.
+
+    Kinds that share an option's name share its type, default and bounds; their words may differ.
+    """
+
+    default: Any = dataclasses.field(default=None, kw_only=True)
+    type: Any = dataclasses.field(default=None, kw_only=True)
+    """The field's type, such as ``float | None``; None: that of the default."""
+    initial: bool = dataclasses.field(default=False, kw_only=True)
+    """Whether it says only what a fresh model starts from: an exported model does without it."""
+    anywhere: bool = dataclasses.field(default=False, kw_only=True)
+    """Whether a config may set it under a kind that lacks it, so that one base config serves several kinds. Any other
+    option is refused there, since it would silently do nothing."""
+
+    def __post_init__(self) -> None:
+        if self.type is None:
+            if self.default is None:
+                raise ValueError(f"an option whose default is None needs a type: {self.doc}")
+            object.__setattr__(self, "type", type(self.default))
+
+    def same_field(self, other: Option) -> bool:
+        """Return whether the two mean one field: all but the words agree."""
+        return dataclasses.replace(self, doc="", words="") == dataclasses.replace(other, doc="", words="")
 
 
 @dataclasses.dataclass(frozen=True)
 class Kind:
-    """A residual topology as the configuration, the layout and the optimiser see it."""
+    """A residual topology as the configuration, the layout, the optimiser and the exporter see it."""
 
     name: str
-    streams: tuple[int, ...] = tuple(range(1, MAX_STREAMS + 1))
-    """The N that it exists for."""
+    streams: tuple[int, ...] = tuple(range(1, 9))
+    """The numbers of streams N that it exists for."""
     why_streams: str = ""
-    """The reason where these are not all."""
+    """The reason where N is restricted."""
+    default_n: int | None = None
+    """N where none is asked for; None: 4, or the largest below it, or the smallest there is."""
     inits: tuple[str, ...] = ()
     """Initialisation presets, the default first; none: nothing to choose."""
+    preserving: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """Fields of ``residual.*`` under which a fresh model computes what the plain residual does, so that a plain model's
+    weights can go on under this kind (upcycling); none: there are no such initial maps."""
     collapses: tuple[str, ...] = ("mean", "sum", "head")
     """Ways to end, the default first."""
-    options: tuple[str, ...] = ()
-    """Which of the fields that only some kinds have it takes: scale, alpha, sinkhorn, dynamic, tanh, decay_dynamic."""
+    options: Mapping[str, Option] = dataclasses.field(default_factory=dict)
+    """Its own fields of ``residual.*``, by name. Those that its builder names are handed to it."""
     parameters: Mapping[str, Parameter] = dataclasses.field(default_factory=dict)
     """Its parameters by their path below the connection or the topology, such as ``phi`` or ``gate/kernel``."""
+    check: Callable[[Any], None] | None = None
+    """A check of the whole ``mhc.config.Config`` of a run of this kind, which raises UserError: options that do not go
+    together, or that the model's sizes do not allow."""
+    builder: str = ""
+    """``module:name`` of its builder, imported when it is first built; "": given to ``mhc.residual.register``."""
+    mixing: str = ""
+    """``module:name`` of the ``Mixing`` that gives H_res, where the builder takes one."""
 
     @property
     def default_streams(self) -> int:
-        """N where none is asked for: 4, or the largest below."""
-        return max(n for n in self.streams if n <= 4)
+        """N where none is asked for."""
+        if self.default_n is not None:
+            return self.default_n
+        return max((n for n in self.streams if n <= 4), default=min(self.streams))
 
     def refusal(self, field: str, value: object) -> str | None:
-        """What is allowed for ``n``, ``init`` or ``collapse``, and why, where ``value`` is not; None where it is."""
+        """Return what is allowed for ``n``, ``init`` or ``collapse``, and why, where ``value`` is not; else None."""
         allowed: tuple[object, ...] = {"n": self.streams, "init": self.inits, "collapse": self.collapses}[field]
         if value is None or value in allowed:
             return None
@@ -63,118 +114,308 @@ class Kind:
             why = ": it has no presets"
         return f"{words} with residual.kind={self.name}{why}"
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether the plain residual's function is all that it computes, under the fields of ``preserving``."""
+        return not self.parameters and bool(self.preserving)
 
-# The learned collapse belongs to every topology of streams; its parameters are the topology's, not a connection's.
-_HEAD = {
-    "head/fn": Parameter(("streams", "stream_width", "maps")),
-    "head/base": Parameter(("maps",)),
-    "head/scale": Parameter(("maps",)),
-}
-_MANIFOLD = {
-    "phi": Parameter(("streams", "stream_width", "maps"), muon=((-3, -2), (-1,))),
-    "alpha": Parameter(("maps",)),
-    "bias": Parameter(("maps",)),
-}
-_MANIFOLD_INITS = ("home", "equivalent", "fanin", "v4")
-_MANIFOLD_OPTIONS = ("alpha", "sinkhorn")
+
+# The table of what is known ---------------------------------------------------------------------------------------------
 
 _KINDS: dict[str, Kind] = {}
-_PARAMETERS: dict[str, Parameter] = dict(_HEAD)
+_PARAMETERS: dict[str, Parameter] = {}
+_OPTIONS: dict[str, Option] = {}
+_MODULES: dict[str, str] = {}  # of kinds from elsewhere: where each was registered
 _PATH = re.compile(r"(?:^|[/_])residual/(.+)$")
 
 
-def declare(kind: Kind) -> None:
+def declare(kind: Kind, module: str | None = None) -> None:
     """Make a kind known. Declaring the same one again changes nothing.
 
+    Args:
+      module: the module whose import declares it, where that is none of this project's.
+
     Raises:
-      ValueError: another kind has the name, or a parameter of the same path is treated in another way.
+      ValueError: another kind has the name; a parameter of the same path, or an option of the same name, is declared in
+        another way by another kind; an option has the name of a field that every kind has.
     """
     if kind.name in _KINDS and _KINDS[kind.name] != kind:
         raise ValueError(f"residual kind {kind.name!r} is already declared in another way")
+    if not kind.streams or (kind.default_n is not None and kind.default_n not in kind.streams):
+        raise ValueError(f"kind {kind.name!r}: default_n={kind.default_n} is not among its streams {kind.streams}")
     for name, parameter in kind.parameters.items():
         if name in _PARAMETERS and _PARAMETERS[name] != parameter:
             raise ValueError(
                 f"parameter {name!r} of kind {kind.name!r} is declared in another way by another kind: "
                 f"{_PARAMETERS[name]}; give it another name"
             )
+        if parameter.decayed_by is not None and parameter.decayed_by not in kind.options:
+            raise ValueError(f"parameter {name!r} of kind {kind.name!r}: no option {parameter.decayed_by!r} decays it")
+    for name, option in kind.options.items():
+        if name in COMMON or not name.isidentifier():
+            raise ValueError(f"option {name!r} of kind {kind.name!r}: every kind has a field of this name")
+        if name in _OPTIONS and not _OPTIONS[name].same_field(option):
+            raise ValueError(
+                f"option {name!r} of kind {kind.name!r} is declared in another way by another kind; give it another name"
+            )
+    for name in kind.preserving:
+        if name not in (*COMMON, *kind.options):
+            raise ValueError(f"kind {kind.name!r}: preserving names {name!r}, which is no field of it")
     _KINDS[kind.name] = kind
     _PARAMETERS.update(kind.parameters)
+    for name, option in kind.options.items():
+        _OPTIONS.setdefault(name, option)
+    if module is not None:
+        _MODULES[kind.name] = module
 
 
 def known() -> Mapping[str, Kind]:
-    """Every kind by name."""
+    """Return every kind by name."""
     return types.MappingProxyType(_KINDS)
 
 
 def names() -> tuple[str, ...]:
-    """The names of the kinds."""
+    """Return the names of the kinds."""
     return tuple(_KINDS)
 
 
+def options() -> Mapping[str, Option]:
+    """Return every option of any kind by name."""
+    return types.MappingProxyType(_OPTIONS)
+
+
+def owners(option: str) -> tuple[str, ...]:
+    """Return the names of the kinds that have an option."""
+    return tuple(kind.name for kind in _KINDS.values() if option in kind.options)
+
+
 def inits() -> tuple[str, ...]:
-    """Every preset of any kind."""
+    """Return every preset of any kind."""
     return tuple(dict.fromkeys(init for kind in _KINDS.values() for init in kind.inits))
 
 
 def collapses() -> tuple[str, ...]:
-    """Every collapse of any kind."""
+    """Return every collapse of any kind."""
     return tuple(dict.fromkeys(collapse for kind in _KINDS.values() for collapse in kind.collapses))
 
 
 def parameter(path: str) -> Parameter | None:
-    """How to treat the parameter (or the optimiser's copy) at ``path``, a/b/c; None where it is not a residual's.
+    """Return how to treat the parameter (or the optimiser's copy) at ``path``, a/b/c; None: it is not a residual's.
 
     Raises:
       ValueError: it lies below a residual connection and no kind declares it.
     """
-    found = _PATH.search(path)
-    if found is None:
+    match = _PATH.search(path)
+    if match is None:
         return None
-    if found[1] not in _PARAMETERS:
-        raise ValueError(f"{path}: no residual kind declares a parameter {found[1]!r}; add it to the Kind's parameters")
-    return _PARAMETERS[found[1]]
+    if match[1] not in _PARAMETERS:
+        raise ValueError(f"{path}: no residual kind declares a parameter {match[1]!r}; add it to the Kind's parameters")
+    return _PARAMETERS[match[1]]
+
+
+def referred(place: str) -> Any:
+    """Return what ``module:name`` names."""
+    module, _, name = place.partition(":")
+    return getattr(importlib.import_module(module), name)
+
+
+# Kinds from elsewhere ---------------------------------------------------------------------------------------------------
+
+
+class ModuleError(UserError):
+    """A module of ``residual.module`` that is not there, or cannot be imported."""
+
+
+def module_of(kind: str) -> str | None:
+    """Return the module whose import registers a kind; None: it is this project's, or only the running program has it."""
+    return _MODULES.get(kind)
+
+
+def check_modules(name: str, value: str) -> None:
+    """Refuse, for field ``name``, what is no list of module names. Raises UserError."""
+    for _ in _module_names(name, value):
+        pass
+
+
+def load(modules: str | None) -> None:
+    """Import the modules that register kinds from elsewhere, each once in a process.
+
+    A module is looked for where Python looks, and then in the working directory.
+
+    Args:
+      modules: names as ``import`` takes them, separated by commas; None: nothing to import.
+
+    Raises:
+      UserError: no such module, or whatever importing it raises, with its file and line.
+    """
+    for name in [] if modules is None else _module_names("residual.module", modules):
+        if name in sys.modules:
+            continue
+        try:
+            _import(name)
+        except ModuleNotFoundError as error:
+            if error.name is not None and (name == error.name or name.startswith(f"{error.name}.")):
+                raise ModuleError(
+                    f"residual.module: no module {name}, allowed: one that Python finds, on PYTHONPATH or in the working "
+                    "directory"
+                ) from None
+            raise _failed(name, error) from None
+        except Exception as error:  # the module is the user's, and so is whatever it raises
+            raise _failed(name, error) from None
+
+
+def _module_names(field: str, modules: str) -> Iterator[str]:
+    for part in modules.split(","):
+        name = part.strip()
+        if not all(step.isidentifier() for step in name.split(".")) or name.endswith(".py"):
+            allowed = "names of modules as `import` takes them, separated by commas"
+            stem = name.removesuffix(".py").replace("/", ".").strip(".")
+            refuse(field, modules, allowed, f" (did you mean {stem}?)" if name.endswith(".py") else "")
+        yield name
+
+
+def _import(name: str) -> None:
+    here = os.getcwd()
+    if here not in sys.path and "" not in sys.path:
+        sys.path.append(here)
+    importlib.import_module(name)
+
+
+def _failed(name: str, error: Exception) -> ModuleError:
+    frames = traceback.extract_tb(error.__traceback__)
+    ours = os.path.dirname(os.path.abspath(__file__))
+    theirs = [frame for frame in frames if "importlib" not in frame.filename and not frame.filename.startswith(ours)]
+    file, line = (theirs[-1].filename, theirs[-1].lineno) if theirs else ("", None)
+    if isinstance(error, SyntaxError):
+        file, line = error.filename or file, error.lineno
+    place = f" ({file}, line {line})" if file else ""
+    text = " ".join(str(error.args[0] if error.args else error).split())
+    return ModuleError(f"residual.module: importing {name} failed{place}: {type(error).__name__}: {text}")
+
+
+def unknown(kind: str) -> str:
+    """Return the words for a kind that nobody registered: what there is, the nearest, and how others are added."""
+    return f"unknown residual kind {kind!r}; allowed: {', '.join(_KINDS)}{did_you_mean(kind, _KINDS)}"
+
+
+# This project's kinds -----------------------------------------------------------------------------------------------------
+
+# Options that several kinds share.
+_ALPHA = Option(
+    "gate of the input-dependent part of the maps at init; None: the preset's",
+    default=None,
+    type=float | None,
+    initial=True,
+)
+_RMS_EPS = Option("inside the root of the maps' norm", default=1e-6, low=0, anywhere=True)
+_MAP_EPS = Option("sinkhorn=deepseek, and collapse=head: added to the read weights", default=1e-6, low=0, anywhere=True)
+
+
+def _check_hc(config: Any) -> None:
+    """Refuse what does nothing without the input-dependent part."""
+    residual = config.residual
+    if not residual.dynamic:
+        if residual.decay_dynamic:
+            refuse("residual.decay_dynamic", True, "False with residual.dynamic=False: nothing is left to decay")
+        if residual.alpha is not None:
+            refuse("residual.alpha", residual.alpha, "None with residual.dynamic=False: no gate is left")
+
+
+# The learned collapse belongs to every topology of streams; its parameters are the topology's, not a connection's.
+_PARAMETERS |= {
+    "head/fn": Parameter(("streams", "stream_width", "maps")),
+    "head/base": Parameter(("maps",)),
+    "head/scale": Parameter(("maps",)),
+}
+
+
+def _manifold(name: str, mixing: str, **fields: Any) -> Kind:
+    """Return the row of a relative of mhc: its H_res is that of ``mixing``, all else is shared."""
+    options = {
+        "alpha": _ALPHA,
+        "res_gap": Option(
+            "init equivalent: how far logits off the diagonal lie below it",
+            default=4.0,
+            low=0,
+            initial=True,
+            anywhere=True,
+        ),
+        "sinkhorn": Option(
+            "mhc: order of the normalisations; deepseek also adds map_eps to pre, for mhc and its kin",
+            default="paper",
+            choices=("paper", "deepseek"),
+        ),
+        "iters": Option("mhc: Sinkhorn iterations", default=20, low=1, anywhere=True),
+        "rms_eps": _RMS_EPS,
+        "map_eps": _MAP_EPS,
+        "sinkhorn_eps": Option(
+            "sinkhorn=deepseek: added to the sums that are divided by", default=1e-6, low=0, anywhere=True
+        ),
+    }
+    return Kind(
+        name,
+        inits=("home", "equivalent", "fanin", "v4"),
+        preserving={"init": "equivalent", "alpha": 0.0, "collapse": "mean"},
+        options=options | fields.pop("options", {}),
+        parameters={
+            "phi": Parameter(("streams", "stream_width", "maps"), muon=((-3, -2), (-1,))),
+            "alpha": Parameter(("maps",)),
+            "bias": Parameter(("maps",)),
+        },
+        builder="mhc.residual.manifold:ManifoldHyperConnections",
+        mixing=mixing,
+        **fields,
+    )
 
 
 PLAIN = Kind(
     "plain",
     streams=(1,),
     why_streams="it has one stream",
+    preserving={"scale": 1.0},
     collapses=("mean", "sum"),
-    options=("scale",),
+    options={"scale": Option("plain: x' = scale x + F(x); 0 is the no-residual control", default=1.0)},
+    builder="mhc.residual.plain:PlainResidual",
 )
 HC = Kind(
     "hc",
     inits=("hc",),
+    preserving={"init": "hc", "collapse": "mean"},
     collapses=("sum", "mean", "head"),
-    options=("alpha", "dynamic", "tanh", "decay_dynamic"),
+    options={
+        "alpha": _ALPHA,
+        "dynamic": Option("hc: maps depend on the input; False leaves the biases alone", default=True),
+        "tanh": Option("hc: tanh around the input-dependent part", default=True),
+        "rms_eps": _RMS_EPS,
+        "map_eps": _MAP_EPS,
+        "decay_dynamic": Option("hc: weight decay also on the input-dependent part's weights", default=False),
+    },
     parameters={
-        "w_pre": Parameter(("stream_width",), dynamic=True),
-        "w_post": Parameter(("stream_width",), dynamic=True),
-        "w_res": Parameter(("stream_width", "maps"), dynamic=True),
+        "w_pre": Parameter(("stream_width",), decayed_by="decay_dynamic"),
+        "w_post": Parameter(("stream_width",), decayed_by="decay_dynamic"),
+        "w_res": Parameter(("stream_width", "maps"), decayed_by="decay_dynamic"),
         "alpha": Parameter(("maps",)),
         "b_pre": Parameter(("maps",)),
         "b_post": Parameter(("maps",)),
         "b_res": Parameter(("maps", "maps")),
     },
+    check=_check_hc,
+    builder="mhc.residual.hyper:HyperConnections",
 )
-MHC = Kind("mhc", inits=_MANIFOLD_INITS, options=_MANIFOLD_OPTIONS, parameters=_MANIFOLD)
-MHC_LITE = Kind(
+MHC = _manifold("mhc", "mhc.residual.mixing.sinkhorn:Sinkhorn")
+MHC_LITE = _manifold(
     "mhc_lite",
+    "mhc.residual.mixing.permutations:Permutations",
     streams=(1, 2, 3, 4, 5),
     why_streams="it mixes all N! permutation matrices",
-    inits=_MANIFOLD_INITS,
-    options=_MANIFOLD_OPTIONS,
-    parameters=_MANIFOLD,
 )
-KROMHC = Kind(
+KROMHC = _manifold(
     "kromhc",
+    "mhc.residual.mixing.kronecker:Kronecker",
     streams=(1, 2, 4, 8),
     why_streams="its H_res is a Kronecker product of 2 x 2 matrices",
-    inits=_MANIFOLD_INITS,
-    options=_MANIFOLD_OPTIONS,
-    parameters=_MANIFOLD,
 )
-IDENTITY = Kind("identity", inits=_MANIFOLD_INITS, options=_MANIFOLD_OPTIONS, parameters=_MANIFOLD)
+IDENTITY = _manifold("identity", "mhc.residual.mixing.identity:Identity")
 
 for _kind in (PLAIN, HC, MHC, MHC_LITE, KROMHC, IDENTITY):
     declare(_kind)

@@ -8,17 +8,23 @@ it: one short file of numpy that computes the logits. docs/interop.md documents 
 
 from __future__ import annotations
 
+import builtins
+import dis
+import inspect
 import json
 import math
+import re
 import shutil
 import sys
-from collections.abc import Callable, Mapping, Sequence
+import textwrap
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from mhc import cli, remote
+from mhc import cli, kinds, remote
 from mhc import config as configs
 from mhc.config import Config
 from mhc.errors import UserError
@@ -26,11 +32,10 @@ from mhc.monitor.writers import read_json, read_jsonl
 
 SHARD = 5_000_000_000  # bytes of the largest file
 VERSION = 1  # of our format
-KINDS = ("plain", "hc", "mhc", "mhc_lite", "kromhc", "identity")  # that model.py knows
 GROUPS = ("model", "attention", "positions", "mlp", "moe", "norm", "head", "residual")  # that say what is computed
 _TRAINING = {"model": ("dtype", "remat", "scan"), "attention": ("impl",)}
 _TRAINING |= {"moe": ("balance", "balance_rate", "balance_loss", "z_loss"), "head": ("z_loss",)}
-_TRAINING |= {"norm": ("gamma_init", "gamma_frozen", "gamma_schedule"), "residual": ("init", "alpha", "res_gap")}
+_TRAINING |= {"norm": ("gamma_init", "gamma_frozen", "gamma_schedule"), "residual": ("init", "module")}
 
 
 def export(run: str | Path, folder: str | Path, step: int | None = None, names: str = "auto") -> Path:
@@ -41,7 +46,7 @@ def export(run: str | Path, folder: str | Path, step: int | None = None, names: 
 
     Raises:
       UserError: no such run or checkpoint, a folder that holds something, names="hf" for a model that no family
-      expresses, or a residual kind from elsewhere.
+      expresses, or a residual kind that has no numpy form.
     """
     target = cli.check_writable(str(folder), "--to")
     if target.exists() and any(target.iterdir()):
@@ -72,8 +77,7 @@ def export(run: str | Path, folder: str | Path, step: int | None = None, names: 
         def tensor(name: str) -> np.ndarray:
             return tensors.compose(plan[name], leaf)
     else:
-        if config.residual.kind not in KINDS:
-            raise UserError(f"residual.kind={config.residual.kind}: model.py knows {', '.join(KINDS)}")
+        source = model_file(config)
         described = {"format": "mhc", "version": VERSION, "model": function_fields(config)}
         places = our_names(config)
         shapes = {name: shape for name, (_, _, shape) in places.items()}
@@ -87,7 +91,7 @@ def export(run: str | Path, folder: str | Path, step: int | None = None, names: 
         write_weights(made, shapes, tensor, {"format": "pt"} if family else {"format": "mhc"})
         write_tokenizer(made / "tokenizer.json", config.data.tokenizer)
         if family is None:
-            shutil.copyfile(Path(__file__).with_name("standalone.py"), made / "model.py")
+            (made / "model.py").write_text(source)
         about = card(remote.local_copy(run), loaded.step, config, family.name if family else None)
         (made / "README.md").write_text(about)
     return target
@@ -96,10 +100,67 @@ def export(run: str | Path, folder: str | Path, step: int | None = None, names: 
 def function_fields(config: Config) -> dict[str, dict[str, Any]]:
     """The groups of a resolved config that say what is computed, without fields for training alone."""
     tree = configs.to_dict(config)
+    left_out = {group: set(_TRAINING.get(group, ())) for group in GROUPS}
+    left_out["residual"] |= {name for name, option in kinds.options().items() if option.initial}
     return {
-        group: {name: value for name, value in tree[group].items() if name not in _TRAINING.get(group, ())}
-        for group in GROUPS
+        group: {name: value for name, value in tree[group].items() if name not in left_out[group]} for group in GROUPS
     }
+
+
+def model_file(config: Config) -> str:
+    """Return the text of model.py for a model: the short file of numpy, with the numpy form of its residual in it.
+
+    Raises: UserError where the kind has none, or one whose source cannot be copied.
+    """
+    import jax
+
+    from mhc.model.block import build_topology
+    from mhc.residual import runner as numpy_form
+    from mhc.rng import path_key
+
+    refused = f"residual.kind={config.residual.kind}: it cannot be exported in our names"
+    runner = build_topology(config, path_key(jax.random.key(0))).numpy_form()
+    if runner is None:
+        have = ", ".join(name for name in kinds.names() if not kinds.module_of(name))
+        raise UserError(f"{refused}: it has no numpy form (`runner` of its topology), allowed: {have}, or one with it")
+    template = Path(__file__).with_name("standalone.py").read_text()
+    marker = re.search(r"^# An exported file has .*\nfrom mhc\.residual\.runner import .*\n", template, re.MULTILINE)
+    assert marker is not None
+    try:
+        classes = [inspect.getsource(part) for part in reversed(runner.__mro__[:-1])]
+    except (OSError, TypeError):
+        raise UserError(f"{refused}: the source of {runner.__name__} cannot be read") from None
+    parts = [inspect.getsource(helper) for helper in (numpy_form.sigmoid, numpy_form.softmax)] + classes
+    code = "\n\n".join(textwrap.dedent(part) for part in parts)
+    needs = [f"import {name}\n" for name in ("itertools", "math") if f"{name}." in code]
+    head = template[: marker.start()]
+    needs = [line for line in needs if line not in head]
+    head = head.replace("import json\n", "".join(sorted([*needs, "import json\n"])), 1)
+    text = f"{head.rstrip()}\n\n\n{code}\n\nResidual = {runner.__name__}\n{template[marker.end() :]}"
+    missing = _undefined(text)
+    if missing:
+        raise UserError(f"{refused}: its numpy form uses {', '.join(missing)}, which model.py does not have")
+    return text
+
+
+def _undefined(text: str) -> list[str]:
+    """Return the global names that a file uses and neither defines nor imports."""
+
+    def used(code: types.CodeType) -> Iterator[str]:
+        yield from (op.argval for op in dis.get_instructions(code) if op.opname in ("LOAD_GLOBAL", "LOAD_NAME"))
+        for constant in code.co_consts:
+            if isinstance(constant, types.CodeType):
+                yield from used(constant)
+
+    def stored(code: types.CodeType) -> Iterator[str]:
+        yield from (op.argval for op in dis.get_instructions(code) if op.opname.startswith("STORE_NAME"))
+        for constant in code.co_consts:
+            if isinstance(constant, types.CodeType):
+                yield from stored(constant)
+
+    code = compile(text, "model.py", "exec")
+    defined = {*stored(code), *dir(builtins), "__file__", "__name__", "__module__", "__qualname__"}
+    return sorted(set(used(code)) - defined)
 
 
 def our_names(config: Config) -> dict[str, tuple[str, int | None, tuple[int, ...]]]:
@@ -182,7 +243,7 @@ def card(run: Path, step: int, config: Config, family: str | None) -> str:
     counts, r, data, train = count_parameters(DecoderDefinition(config)), config.residual, config.data, config.train
     rows = read_jsonl(run / "metrics.jsonl") if (run / "metrics.jsonl").is_file() else []
     rows = [row for row in rows if row["step"] <= step]
-    streams = f", {config.streams} streams" if r.kind != "plain" else ""
+    streams = "" if r.spec.streams == (1,) else f", {config.streams} streams"
     what = [
         f"A decoder-only language model with the residual `{r.kind}`{streams}: {counts['total']:,} parameters,",
         f"{counts['active']:,} of them active for a token; {config.model.layers} layers of width {config.model.width},",

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from mhc import config as configs
+from mhc import kinds
 from mhc.config import Config
 from mhc.errors import UserError, did_you_mean
 from mhc.interop.options import Options
@@ -560,8 +561,9 @@ def express(config: Config) -> tuple[Family, dict[str, Any]]:
 
     Raises: UserError where there is none: the nearest one, and what it lacks.
     """
-    if config.residual.kind != "plain" or config.residual.scale != 1.0:
-        given = f"residual.kind={config.residual.kind}" if config.residual.kind != "plain" else "residual.scale"
+    if not config.residual.is_plain:
+        apart = config.residual.apart_from_plain if config.residual.spec.is_plain else {}
+        given = f"residual.{next(iter(apart))}" if apart else f"residual.kind={config.residual.kind}"
         raise UserError(
             f"{given}: no family of Hugging Face has it; python -m mhc.interop.export writes it in our names"
         )
@@ -576,7 +578,7 @@ def express(config: Config) -> tuple[Family, dict[str, Any]]:
         }
         try:
             _, groups = read(written)
-            apart = differences(config, configs.from_config_dict(groups | {"residual": {"kind": "plain"}}))
+            apart = differences(config, configs.from_config_dict(groups | {"residual": {"kind": kinds.PLAIN.name}}))
         except UserError:
             continue
         if not apart:

@@ -16,7 +16,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
 from mhc import config as configs
-from mhc import sharding
+from mhc import kinds, sharding
 from mhc.config import Config
 from mhc.errors import UserError
 from mhc.interop import families, tensors
@@ -44,7 +44,8 @@ def residual_fields(residual: Mapping[str, Any]) -> dict[str, Any]:
 
     Raises: UserError for an unknown field, or where a field that is said rules that out.
     """
-    fields = {"kind": "plain", **residual}
+    configs.load_kinds({"residual": residual})
+    fields = {"kind": kinds.PLAIN.name, **residual}
     for name, value in start.preserving(str(fields["kind"])).items():
         if fields.get(name) is None:
             fields[name] = value
@@ -98,7 +99,7 @@ def merged(raw: Mapping[str, Any], groups: Mapping[str, Mapping[str, Any]]) -> C
     both = {name: {**theirs.get(name, {}), **groups.get(name, {})} for name in {**theirs, **groups}}
     vocab = theirs["model"]["vocab_size"]
     try:
-        plain = configs.resolve(configs.from_config_dict(theirs | {"residual": {"kind": "plain"}}), vocab)
+        plain = configs.resolve(configs.from_config_dict(theirs | {"residual": {"kind": kinds.PLAIN.name}}), vocab)
     except UserError as error:
         raise UserError(f"config.json of {family.name}: {error}") from None
     config = configs.resolve(configs.from_config_dict(both), vocab)

@@ -7,13 +7,15 @@ config.json holds ``model``: groups of fields that say what is computed. The wei
 layer; matrices are [in, out]. Every row is one document from position 0; all is computed in float64, without a cache.
 """
 
-import itertools
 import json
 import math
 import sys
 from pathlib import Path
 
 import numpy as np
+
+# An exported file has the residual of its own model here instead of this line.
+from mhc.residual.runner import Runner as Residual, sigmoid, softmax  # isort: skip
 
 
 def load(folder=None):
@@ -29,15 +31,6 @@ def load(folder=None):
                 at = 8 + length + entry["data_offsets"][0]
                 tensors[name] = np.memmap(path, "<f4", "r", at, tuple(entry["shape"]))
     return Model(json.loads((folder / "config.json").read_text())["model"], tensors)
-
-
-def sigmoid(x):
-    return 0.5 * (1.0 + np.tanh(0.5 * x))
-
-
-def softmax(x, axis=-1):
-    e = np.exp(x - x.max(axis, keepdims=True))
-    return e / e.sum(axis, keepdims=True)
 
 
 def gelu(x):
@@ -57,6 +50,7 @@ class Model:
 
     def __init__(self, config, tensors):
         self.c, self.tensors = config, tensors
+        self.residual = Residual(self)
 
     def w(self, name):
         return np.asarray(self.tensors[name], np.float64)
@@ -75,19 +69,17 @@ class Model:
             angle = at[:, None] * 10_000.0 ** (-np.arange((width + 1) // 2) * 2 / width)
             x = x + np.stack([np.sin(angle), np.cos(angle)], -1).reshape(length, -1)[:, :width]
         x = self.norm(x, "embed_norm") if c["norm"]["embedding"] else x
-        n = c["residual"]["n"]
-        streams = np.repeat(x[:, :, None], n, axis=2)  # [B, T, N, D]
+        state, residual, k = self.residual.expand(x), self.residual, 0
         for layer in range(c["model"]["layers"]):
             for part, core in (("attention", self.attention), ("mlp", self.feed_forward)):
                 name = f"layers.{layer}.{part}"
-                pre, post, res = self.maps(streams, f"layers.{layer}.{part}_residual")
-                u = (pre[..., None] * streams).sum(2)
+                u, context = residual.read(state, f"layers.{layer}.{part}_residual", k)
                 u = self.norm(u, f"{name}.norm") if self.has(f"{name}.norm.scale") else u
                 y = core(u, f"{name}.core", layer)
                 y = self.norm(y, f"{name}.post_norm") if self.has(f"{name}.post_norm.scale") else y
-                streams = res @ streams + post[..., None] * y[:, :, None]
-        h = self.collapse(streams)
-        h = self.norm(h, "final_norm") if c["norm"]["final"] else h
+                state, k = residual.write(state, y, context), k + 1
+        h = residual.collapse(state)
+        h = self.norm(h, "final_norm") if self.has("final_norm.scale") else h
         logits = h @ (self.w("embed.table").T if c["head"]["tied"] else self.w("head.kernel"))
         cap = c["head"]["softcap"]
         return (logits if cap is None else cap * np.tanh(logits / cap)).astype(np.float32)
@@ -100,75 +92,6 @@ class Model:
         if self.c["norm"]["kind"] == "rmsnorm":
             return self.rms(x, name)
         return self.rms(x - x.mean(-1, keepdims=True), name) + self.w(f"{name}.bias")
-
-    # The residual: maps pre [..., N], post [..., N], res [..., N, N] of every token -----------------------------------
-
-    def maps(self, x, name):
-        r, n = self.c["residual"], x.shape[2]
-        if r["kind"] == "plain":
-            one = np.ones(x.shape[:3])
-            return one, one, r["scale"] * one[..., None]
-        if r["kind"] == "hc":
-            static = [self.w(f"{name}.b_{which}") for which in ("pre", "post", "res")]
-            moved = [np.zeros((*x.shape[:2], *b.shape)) for b in static]
-            if r["dynamic"]:
-                m = x / np.sqrt((x * x).mean(-1, keepdims=True) + r["rms_eps"])
-                raw = [m @ self.w(f"{name}.w_{which}") for which in ("pre", "post", "res")]
-                raw[2] = np.swapaxes(raw[2], -1, -2)
-                moved = [
-                    a * (np.tanh(y) if r["tanh"] else y) for a, y in zip(self.w(f"{name}.alpha"), raw, strict=True)
-                ]
-            return [b + y for b, y in zip(static, moved, strict=True)]
-        flat = x.reshape(*x.shape[:2], -1)
-        m = flat / np.sqrt((flat * flat).mean(-1, keepdims=True) + r["rms_eps"])
-        phi, bias = self.w(f"{name}.phi"), self.w(f"{name}.bias")
-        alpha = np.repeat(self.w(f"{name}.alpha"), [n, n, len(bias) - 2 * n])
-        pre, post, res = np.split(m @ phi.reshape(flat.shape[-1], -1) * alpha + bias, [n, 2 * n], axis=-1)
-        pre = sigmoid(pre) + (r["map_eps"] if r["sinkhorn"] == "deepseek" else 0.0)
-        return pre, 2.0 * sigmoid(post), self.mixing(res, n)
-
-    def mixing(self, logits, n):
-        r, lead = self.c["residual"], logits.shape[:-1]
-        if r["kind"] == "mhc":
-            return self.sinkhorn(logits.reshape(*lead, n, n))
-        if r["kind"] == "mhc_lite":  # a mixture of all permutations
-            every = np.eye(n)[list(itertools.permutations(range(n)))]
-            return np.einsum("...k,kij->...ij", softmax(logits), every)
-        if r["kind"] == "identity":
-            return np.broadcast_to(np.eye(n), (*lead, n, n))
-        h = np.ones((*lead, 1, 1))  # kromhc: a Kronecker product of [[p, q], [q, p]]
-        for pair in np.moveaxis(softmax(logits.reshape(*lead, n.bit_length() - 1, 2)), -2, 0):
-            u = np.stack([pair, pair[..., ::-1]], -2)
-            h = np.einsum("...ij,...ab->...iajb", h, u).reshape(*lead, 2 * h.shape[-1], 2 * h.shape[-1])
-        return h
-
-    def sinkhorn(self, log_m):
-        r = self.c["residual"]
-        deepseek, iters = r["sinkhorn"] == "deepseek", r["iters"]
-        log_eps = math.log(r["sinkhorn_eps"]) if deepseek and r["sinkhorn_eps"] > 0 else -math.inf
-
-        def divided(x, axis):  # by the sums over an axis
-            top = x.max(axis, keepdims=True)
-            total = top + np.log(np.exp(x - top).sum(axis, keepdims=True))
-            return x - np.logaddexp(total, log_eps)
-
-        axes = [-2, -1] * iters
-        if deepseek:
-            log_m = np.logaddexp(np.log(np.maximum(softmax(log_m), 1e-300)), log_eps)
-            axes = [-2] + [-1, -2] * (iters - 1)
-        for axis in axes:
-            log_m = divided(log_m, axis)
-        return np.exp(np.swapaxes(log_m, -1, -2) if deepseek else log_m)
-
-    def collapse(self, x):
-        r = self.c["residual"]
-        if r["collapse"] != "head" or r["kind"] == "plain":
-            return x.sum(2) if r["collapse"] == "sum" else x.mean(2)
-        flat = x.reshape(*x.shape[:2], -1)
-        m = flat / np.sqrt((flat * flat).mean(-1, keepdims=True) + r["rms_eps"])
-        raw = m @ self.w("residual.head.fn").reshape(flat.shape[-1], -1)
-        weights = sigmoid(self.w("residual.head.scale") * raw + self.w("residual.head.base")) + r["map_eps"]
-        return (weights[..., None] * x).sum(2)
 
     # Attention --------------------------------------------------------------------------------------------------------
 

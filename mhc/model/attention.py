@@ -23,6 +23,7 @@ from jax.sharding import PartitionSpec
 from mhc import sharding
 from mhc.config import Config, implementation_lacks
 from mhc.model.layers import kept, kernel, zeros
+from mhc.model.memory import Memory, links
 from mhc.model.norms import RMSNorm
 from mhc.model.positions import logit_bias, rotary_frequencies, rotate
 from mhc.rng import PathKey
@@ -316,10 +317,14 @@ Cache = dict[str, jax.Array]
 class Attention(nnx.Module):
     """What both kinds of heads share: ``project`` gives them their queries, keys and values."""
 
-    def __init__(self, config: Config):
+    def __init__(self, config: Config, *, key: PathKey):
         self.config = config
         self.scale = config.attention.scale or 1.0 / math.sqrt(config.head_dim + config.rope_dim)
         self.softcap = config.attention.softcap
+        made = links(config, key)
+        self.link_names = tuple(made)
+        for name, link in made.items():
+            setattr(self, name, link)
 
     def project(
         self, x: jax.Array, positions: jax.Array, frequencies: tuple[jax.Array, float] | None
@@ -335,18 +340,32 @@ class Attention(nnx.Module):
         """Zeros for a layer's cache."""
         raise NotImplementedError
 
-    def extend(self, x: Float[Array, "B T D"], context: CacheContext, cache: Cache) -> tuple[jax.Array, Cache]:
-        """(result, cache with the new tokens): attention of T new tokens a row over the cache and themselves."""
+    def extend(
+        self, x: Float[Array, "B T D"], context: CacheContext, cache: Cache, memory: Memory
+    ) -> tuple[jax.Array, Cache, Memory]:
+        """Return (result, cache with the new tokens, memory): attention of T new tokens a row over the cache and
+        themselves."""
         raise NotImplementedError
+
+    def recall(
+        self, x: jax.Array, positions: jax.Array, frequencies: tuple[jax.Array, float] | None, memory: Memory
+    ) -> tuple[jax.Array, jax.Array, jax.Array, Memory]:
+        """Return queries, keys and values as the links to other layers leave them, and the memory for the next one."""
+        q, k, v = self.project(x, positions, frequencies)
+        for name in self.link_names:
+            q, k, v, memory = getattr(self, name)(q, k, v, memory)
+        return q, k, v, memory
 
     def _bias(self, table: jax.Array | None, queries: jax.Array, keys: jax.Array) -> jax.Array | None:
         return logit_bias(self.config, table, queries, keys)
 
-    def scores(self, x: Float[Array, "B T D"], context: AttentionContext) -> Float[Array, "B H T U"]:
-        """Attention logits in float32, capped and biased; -inf where a query does not see the key."""
+    def scores(
+        self, x: Float[Array, "B T D"], context: AttentionContext, memory: Memory | None = None
+    ) -> Float[Array, "B H T U"]:
+        """Return attention logits in float32, capped and biased; -inf where a query does not see the key."""
         if context.full is None:  # an implementation that makes its own masks
             context = _with_masks(context, self.config, jnp.arange(x.shape[1], dtype=jnp.int32)[None], None)
-        q, k, _ = self.project(x, context.positions, context.frequencies)
+        q, k, _, _ = self.recall(x, context.positions, context.frequencies, memory or {})
         k = jnp.repeat(k, q.shape[2] // k.shape[2], axis=2)
         scores = jnp.einsum("bthk,buhk->bhtu", q, k, preferred_element_type=jnp.float32) * self.scale
         bias = self._bias(context.table, context.distances, context.distances)
@@ -354,10 +373,10 @@ class Attention(nnx.Module):
         return jnp.where(mask, _masked(scores[:, :, None], jnp.array(True), bias, self.softcap)[:, :, 0], -jnp.inf)
 
     def statistics(
-        self, x: Float[Array, "B T D"], context: AttentionContext
+        self, x: Float[Array, "B T D"], context: AttentionContext, memory: Memory | None = None
     ) -> tuple[Float[Array, ""], Float[Array, "B H T"]]:
-        """(largest attention logit of a visible pair, entropy in nats of each query's weights), for the probes."""
-        scores = self.scores(x, context)
+        """Return (largest attention logit of a visible pair, entropy in nats of each query's weights), for the probes."""
+        scores = self.scores(x, context, memory)
         log_weights = jax.nn.log_softmax(scores, axis=-1)
         weights = jnp.exp(log_weights)
         return jnp.max(scores), -jnp.sum(jnp.where(weights > 0, weights * log_weights, 0.0), axis=-1)
@@ -368,12 +387,30 @@ class Attention(nnx.Module):
         context: AttentionContext,
         change: Callable[[Float[Array, "B T H J"]], Float[Array, "B T H J"]] | None = None,
     ) -> Float[Array, "B T D"]:
-        """The sublayer's output; ``change`` is given the heads' results and returns what is joined instead."""
-        y = kept(self._attend(x, context))
-        return kept(self.join(y if change is None else change(y)))
+        """Return the sublayer's output, of a model whose layers hand each other nothing; see ``remembering``."""
+        return self.remembering(x, context, {}, change)[0]
 
-    def _attend(self, x: jax.Array, context: AttentionContext) -> Float[Array, "B T H J"]:
-        q, k, v = (kept(part) for part in self.project(x, context.positions, context.frequencies))
+    def remembering(
+        self,
+        x: Float[Array, "B T D"],
+        context: AttentionContext,
+        memory: Memory,
+        change: Callable[[Float[Array, "B T H J"]], Float[Array, "B T H J"]] | None = None,
+    ) -> tuple[Float[Array, "B T D"], Memory]:
+        """Return (the sublayer's output, the memory for the next layer).
+
+        ``change`` is given the heads' results and returns what is joined instead.
+        """
+        y, memory = self._attend(x, context, memory)
+        y = kept(y)
+        return kept(self.join(y if change is None else change(y))), memory
+
+    def _attend(self, x: jax.Array, context: AttentionContext, memory: Memory) -> tuple[jax.Array, Memory]:
+        """Return (the heads' results [B, T, H, J], the memory for the next layer)."""
+        q, k, v, memory = self.recall(x, context.positions, context.frequencies, memory)
+        return self._attended(*(kept(part) for part in (q, k, v)), context), memory
+
+    def _attended(self, q: jax.Array, k: jax.Array, v: jax.Array, context: AttentionContext) -> jax.Array:
         impl = choose_implementation(self.config)
         if impl == "flash" and context.full is not None:
             impl = "xla"  # a prefix that the call gave: flash cannot honour it
@@ -399,7 +436,7 @@ class HeadAttention(Attention):
     """
 
     def __init__(self, config: Config, *, key: PathKey):
-        super().__init__(config)
+        super().__init__(config, key=key)
         d, h, g, size = config.model.width, config.attention.heads, config.kv_heads, config.head_dim
         self.query = kernel(config, key / "query", (d, h, size), d)
         self.key = kernel(config, key / "key", (d, g, size), d)
@@ -433,13 +470,15 @@ class HeadAttention(Attention):
         shape = (batch, slots, self.config.kv_heads, self.config.head_dim)
         return {"key": jnp.zeros(shape, dtype), "value": jnp.zeros(shape, dtype)}
 
-    def extend(self, x: jax.Array, context: CacheContext, cache: Cache) -> tuple[jax.Array, Cache]:
-        q, k, v = self.project(x, context.positions, context.frequencies)
+    def extend(
+        self, x: jax.Array, context: CacheContext, cache: Cache, memory: Memory
+    ) -> tuple[jax.Array, Cache, Memory]:
+        q, k, v, memory = self.recall(x, context.positions, context.frequencies, memory)
         stored_keys, keys = context.store(cache["key"], k)
         stored_values, values = context.store(cache["value"], v)
         bias = self._bias(context.table, context.positions, context.key_positions)
         y = attend_xla(q, keys, values, context.mask, scale=self.scale, bias=bias, softcap=self.softcap)
-        return self.join(y), {"key": stored_keys, "value": stored_values}
+        return self.join(y), {"key": stored_keys, "value": stored_values}, memory
 
 
 class LatentAttention(Attention):
@@ -451,7 +490,7 @@ class LatentAttention(Attention):
     """
 
     def __init__(self, config: Config, *, key: PathKey):
-        super().__init__(config)
+        super().__init__(config, key=key)
         d, h, size, rotary = config.model.width, config.attention.heads, config.head_dim, config.rope_dim
         rank, q_rank, values = config.attention.kv_rank, config.attention.q_rank, config.value_dim
         if q_rank is None:
@@ -508,7 +547,9 @@ class LatentAttention(Attention):
             "rotary": jnp.zeros((batch, slots, 1, self.config.rope_dim), dtype),
         }
 
-    def extend(self, x: jax.Array, context: CacheContext, cache: Cache) -> tuple[jax.Array, Cache]:
+    def extend(
+        self, x: jax.Array, context: CacheContext, cache: Cache, memory: Memory
+    ) -> tuple[jax.Array, Cache, Memory]:
         plain, turned = self._queries(x, context.positions, context.frequencies)
         latent, rotary = self._latents(x, context.positions, context.frequencies)
         stored_latents, latents = context.store(cache["latent"], latent)
@@ -519,13 +560,13 @@ class LatentAttention(Attention):
             keys, values = self._expand(latents, rotaries)
             q = jnp.concatenate([plain, turned], axis=-1)
             y = attend_xla(q, keys, values, context.mask, scale=self.scale, bias=bias, softcap=self.softcap)
-            return self.join(y), stored
+            return self.join(y), stored, memory
         # One token: the up-projections go to the query and the result, so that no key or value is ever formed.
         q = jnp.einsum("bthk,chk->bthc", plain, self.key_up[...].astype(x.dtype))
         q = jnp.concatenate([q, turned], axis=-1)
         keys = jnp.concatenate([latents[:, :, None], rotaries], axis=-1)  # one key head
         y = attend_xla(q, keys, latents[:, :, None], context.mask, scale=self.scale, bias=bias, softcap=self.softcap)
-        return self.join(jnp.einsum("bthc,chj->bthj", y, self.value_up[...].astype(x.dtype))), stored
+        return self.join(jnp.einsum("bthc,chj->bthj", y, self.value_up[...].astype(x.dtype))), stored, memory
 
 
 def make_attention(config: Config, *, key: PathKey) -> Attention:

@@ -10,17 +10,17 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from mhc import residual, sharding
-from mhc.config import Config, ResidualConfig
+from mhc import sharding
+from mhc.config import Config
+from mhc.model import depth, memory
 from mhc.model.attention import (
-    Attention,
     AttentionContext,
     Cache,
     CacheContext,
     attention_context,
-    make_attention,
     relative_table,
 )
+from mhc.model.block import Block, Carry, Observer, Seen, SublayerView, build_topology, laid_out
 from mhc.model.cache import (
     DecoderCache,
     LayerRun,
@@ -33,140 +33,15 @@ from mhc.model.cache import (
     slots_of,
 )
 from mhc.model.edits import Edits
-from mhc.model.layers import KEPT, Embedding, Head, Mlp, Sublayer, kernel
-from mhc.model.moe import Moe
+from mhc.model.layers import Embedding, Head, kernel
+from mhc.model.memory import Memory
 from mhc.model.norms import make_norm
 from mhc.model.positions import sinusoidal
-from mhc.residual.protocol import Connection, Context, ResidualTopology, State
+from mhc.residual.protocol import State
 from mhc.rng import PathKey, path_key
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float, Int
-
-
-def _laid_out(state: State, of: tuple[int, ...]) -> State:
-    """The state of tokens x, whose shape is ``of`` [B, T, D], with its leaves [B, T, ..., D] as the mesh wants them."""
-
-    def place(leaf: jax.Array) -> jax.Array:
-        tokens = leaf.ndim >= 3 and leaf.shape[:2] == of[:2] and leaf.shape[-1] == of[2]
-        return sharding.constrain_streams(leaf) if tokens else leaf
-
-    return jax.tree.map(place, state)
-
-
-class SublayerView(NamedTuple):
-    """What an observer sees of one sublayer."""
-
-    topology: ResidualTopology
-    connection: Connection
-    context: Context  # of its maps
-    sublayer: Sublayer
-    args: tuple[Any, ...]  # that F takes beside u
-    u: jax.Array  # F's input [B, T, D]
-    y: jax.Array  # F's output [B, T, D]
-    state: State  # after the write
-    heads: jax.Array | None  # attention's results by head [B, T, H, J]
-
-
-# What it returns is stacked over depth. Its keys may differ between attention and feed-forward, not between blocks.
-Observer = Callable[[SublayerView], dict[str, jax.Array]]
-
-
-def build_topology(config: ResidualConfig, width: int, key: PathKey) -> ResidualTopology:
-    """The configured topology, given those fields of the config that its kind takes."""
-    fields = dataclasses.asdict(config)
-    kind = fields.pop("kind")
-    options = {name: fields[name] for name in residual.protocol.options(kind) if name in fields}
-    return residual.build(kind, width, rngs=key, **options)
-
-
-class Seen(NamedTuple):
-    """What a block leaves beside the state."""
-
-    observed: tuple[dict[str, jax.Array], ...]  # by sublayer
-    router: dict[str, jax.Array]  # statistics of its experts; empty without
-
-
-class Block(nnx.Module):
-    """Attention, then feed-forward (dense, or ``experts``), each an F with its own residual connection."""
-
-    def __init__(
-        self, config: Config, topology: ResidualTopology, layer: int | jax.Array, *, key: PathKey, experts: bool = False
-    ):
-        self.attention = Sublayer(config, make_attention(config, key=key / "attention"))
-        core: Mlp | Moe = Moe(config, key=key / "mlp") if experts else Mlp(config, key=key / "mlp")
-        self.mlp = Sublayer(config, core)
-        self.attention_residual = topology.connection(2 * layer, rngs=key / "attention_residual")
-        self.mlp_residual = topology.connection(2 * layer + 1, rngs=key / "mlp_residual")
-
-    @property
-    def heads(self) -> Attention:
-        """The attention itself, without its norms."""
-        core = self.attention.core
-        assert isinstance(core, Attention)
-        return core
-
-    def feed_forward(self, u: jax.Array, valid: jax.Array | None) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """(F(u), its experts' statistics over the ``valid`` tokens)."""
-        if isinstance(self.mlp.core, Moe):
-            y, router = self.mlp.core.with_statistics(self.mlp.before(u), valid)
-            return self.mlp.after(y), router
-        return self.mlp(u), {}
-
-    def __call__(
-        self,
-        state: State,
-        context: AttentionContext,
-        topology: ResidualTopology,
-        observe: Observer | None = None,
-        edits: Edits | None = None,
-    ) -> tuple[State, Seen]:
-        router: dict[str, jax.Array] = {}
-        heads: list[jax.Array] = []
-
-        def change(y: jax.Array) -> jax.Array:
-            heads.append(y if edits is None else edits.heads(y))
-            return heads[-1]
-
-        def attention(u: jax.Array, context: AttentionContext) -> jax.Array:
-            return self.attention(u, context, *(() if observe is None and edits is None else (change,)))
-
-        def feed_forward(u: jax.Array) -> jax.Array:
-            valid = None if context.segment_ids is None else context.segment_ids > 0
-            y, statistics = self.feed_forward(u, valid)
-            router.update(statistics)
-            return y
-
-        seen = []
-        state = state if edits is None else edits.state(state)
-        sublayers: tuple[tuple[Connection, Sublayer, Callable[..., jax.Array], tuple[Any, ...]], ...] = (
-            (self.attention_residual, self.attention, attention, (context,)),
-            (self.mlp_residual, self.mlp, feed_forward, ()),
-        )
-        for number, (connection, sublayer, run, args) in enumerate(sublayers):
-            u, maps = connection.read(state)
-            y = run(u, *args)
-            y = y if edits is None else edits.output(y, number)
-            state = _laid_out(connection.write(state, y, maps), u.shape)
-            if observe is not None:
-                by_head = heads[0] if number == 0 else None
-                seen.append(observe(SublayerView(topology, connection, maps, sublayer, args, u, y, state, by_head)))
-        return state, Seen(tuple(seen), router)
-
-    def extend(self, state: State, context: CacheContext, cache: Cache) -> tuple[State, Cache]:
-        """(state, cache with the new tokens): as a call, with the past in the cache."""
-        u, maps = self.attention_residual.read(state)
-        y, cache = self.heads.extend(self.attention.before(u), context, cache)
-        state = _laid_out(self.attention_residual.write(state, self.attention.after(y), maps), u.shape)
-        u, maps = self.mlp_residual.read(state)
-        return _laid_out(self.mlp_residual.write(state, self.mlp(u), maps), u.shape), cache
-
-
-REMAT_POLICIES: dict[str, Any] = {
-    "full": None,
-    "streams": jax.checkpoint_policies.save_only_these_names(KEPT),
-    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
-}
 
 
 class PositionTable(nnx.Module):
@@ -178,6 +53,14 @@ class PositionTable(nnx.Module):
             self.table = kernel(config, key / "table", (config.max_length, d), d)
         else:
             self.bias = relative_table(config, key)
+
+
+class _CachedCarry(NamedTuple):
+    """What one block hands to the next while a cache is extended."""
+
+    state: State
+    memory: Memory
+    kept: Cache  # of all layers of a run
 
 
 class Hidden(NamedTuple):
@@ -204,7 +87,7 @@ class Decoder(nnx.Module):
             self.positions = PositionTable(config, key=key / "positions")
         if config.norm.embedding:
             self.embed_norm = make_norm(config.norm, config.model.width)
-        self.residual = build_topology(config.residual, config.model.width, key / "residual")
+        self.residual = build_topology(config, key / "residual")
         leading, experts = config.leading_layers, config.moe.experts > 0
 
         def stack(name: str, first: int, count: int, experts: bool) -> Block:
@@ -216,7 +99,8 @@ class Decoder(nnx.Module):
         if leading:
             self.leading_blocks = stack("leading_blocks", 0, leading, False)
         self.blocks = stack("blocks", leading, config.model.layers - leading, experts)
-        if config.norm.final:
+        self.norms_output = config.norm.final and not self.residual.owns_norm
+        if self.norms_output:
             self.final_norm = make_norm(config.norm, config.model.width)
         if not config.head.tied:
             self.head = Head(config, key=key / "head")
@@ -264,74 +148,56 @@ class Decoder(nnx.Module):
         """
         config = self.config
         context = attention_context(config, tokens.shape, segment_ids, positions, prefix, self.bias_table)
-        state = self._expand(self.embed_tokens(tokens, context.positions))
+        carry = self._begin(tokens, context.positions)
         seen: list[Seen] = []
         for blocks, first, count in self.stacks:
-            local = config.local_layers[first : first + count]
             changes = None if edits is None else edits.of(first, count)
-            state, one = self._run_stack(blocks, state, context, local, observe, changes)
-            seen.append(one)
-        observed = jax.tree.map(lambda *parts: jnp.concatenate(parts), *[one.observed for one in seen])
-        h = self._collapse(state)
+            carry, of_stack = self._run_stack(blocks, first, carry, context, observe, changes)
+            seen.append(of_stack)
+        observed = jax.tree.map(lambda *parts: jnp.concatenate(parts), *[of_stack.observed for of_stack in seen])
+        h = self._collapse(carry.state)
         return Hidden(h, _by_depth(observed), seen[-1].router)
 
-    def _expand(self, x: jax.Array) -> State:
-        return _laid_out(self.residual.expand(sharding.split_width(x)), x.shape)
+    def _begin(self, tokens: jax.Array, positions: jax.Array) -> Carry:
+        """Return what block 0 gets."""
+        x = self.embed_tokens(tokens, positions)
+        state = laid_out(self.residual, self.residual.expand(sharding.split_width(x)), x.shape)
+        return Carry(state, memory.empty(self.config, *tokens.shape))
 
     def _collapse(self, state: State) -> jax.Array:
-        """Hidden states before the head."""
-        h = self.residual.collapse(state)
-        return sharding.gather_width(self.final_norm(h) if self.config.norm.final else h)
+        """Return the hidden states before the head."""
+        h = self.residual.collapse(self.residual.settle(state))
+        return sharding.gather_width(self.final_norm(h) if self.norms_output else h)
 
     def _run_stack(
         self,
         blocks: Block,
-        state: State,
+        first: int,
+        carry: Carry,
         context: AttentionContext,
-        local: tuple[bool, ...],
         observe: Observer | None,
         edits: Edits | None,
-    ) -> tuple[State, Seen]:
+    ) -> tuple[Carry, Seen]:
         graph, stacked = nnx.split(blocks)
-        model, mixed = self.config.model, len(set(local)) > 1
-
-        def block(state: State, params: Any, flag: Any, edits: Edits | None) -> tuple[State, Seen]:
-            return nnx.merge(graph, params)(state, context.at(flag), self.residual, observe, edits)
-
+        local = self.config.local_layers[first : first + jax.tree.leaves(stacked)[0].shape[0]]
         # Only where layers differ is the kind of their mask data: a constant spares the choice in every layer.
-        flags = jnp.asarray(local) if mixed else None
+        mixed = len(set(local)) > 1
 
-        layers = (stacked, flags, edits)
+        def block(carry: Carry, layer: Any) -> tuple[Carry, Seen]:
+            params, flag, changes = layer
+            where = context.at(flag if mixed else local[0])
+            return nnx.merge(graph, params)(carry, where, self.residual, observe, changes)
 
-        def scanned(state: State, layers: Any) -> tuple[State, Seen]:
-            return jax.lax.scan(
-                lambda s, layer: block(s, layer[0], layer[1] if mixed else local[0], layer[2]), state, layers
-            )
-
-        def unrolled(state: State, layers: Any) -> tuple[State, Seen]:
-            each = []
-            for number in range(jax.tree.leaves(layers)[0].shape[0]):
-                params, flag, changes = jax.tree.map(lambda leaf, i=number: leaf[i], layers)
-                state, one = block(state, params, local[0] if flag is None else flag, changes)
-                each.append(one)
-            return state, jax.tree.map(lambda *leaves: jnp.stack(leaves), *each)
-
-        run = scanned if model.scan else unrolled
-        if model.remat == "none":
-            return run(state, layers)
-        # The backward pass starts again from the state before each group, and keeps of it what the policy says.
-        policy, size = REMAT_POLICIES[model.remat], self.config.remat_blocks if model.remat == "streams" else 1
-        group = jax.checkpoint(run if size > 1 else unrolled, policy=policy, prevent_cse=not model.scan)
-        whole = len(local) // size * size if model.scan else 0
-        seen = []
-        if whole:
-            groups = jax.tree.map(lambda leaf: leaf[:whole].reshape(-1, size, *leaf.shape[1:]), layers)
-            state, one = jax.lax.scan(group, state, groups)
-            seen.append(jax.tree.map(lambda leaf: leaf.reshape(whole, *leaf.shape[2:]), one))
-        for first in range(whole, len(local), size):
-            state, one = group(state, jax.tree.map(lambda leaf, i=first: leaf[i : i + size], layers))
-            seen.append(one)
-        return state, jax.tree.map(lambda *parts: jnp.concatenate(parts), *seen)
+        return depth.through(
+            self.residual,
+            depth.training_run(self.config, self.residual),
+            block,
+            carry,
+            (stacked, jnp.asarray(local) if mixed else None, edits),
+            first=first,
+            scan=self.config.model.scan,
+            whole_state=edits is not None and edits.state_patch is not None,
+        )
 
     def hidden(
         self,
@@ -357,7 +223,7 @@ class Decoder(nnx.Module):
         if computes_again(config, max_length):
             return DecoderCache(lengths, prefix, (), jnp.zeros((batch, max_length), jnp.int32), max_length)
         layers = []
-        for blocks, run in self._cached_runs():
+        for blocks, _, run in self._cached_runs():
             slots = slots_of(config, max_length, run.local)
             one = blocks.heads.empty_cache(batch, slots, jnp.dtype(config.model.dtype))
             layers.append(jax.tree.map(lambda leaf, n=run.layers: jnp.zeros((n, *leaf.shape), leaf.dtype), one))
@@ -403,35 +269,44 @@ class Decoder(nnx.Module):
             local: cache_context(self.config, cache, new, local, self.bias_table)
             for local in set(self.config.local_layers)
         }
-        state = self._expand(self.embed_tokens(tokens, new.positions))
+        carry = self._begin(tokens, new.positions)
         layers = []
-        for (blocks, run), kept in zip(self._cached_runs(), cache.layers, strict=True):
-            state, kept = self._extend_run(blocks, run, state, contexts[run.local], kept)
+        for (blocks, first, run), kept in zip(self._cached_runs(), cache.layers, strict=True):
+            carry, kept = self._extend_run(blocks, first, run, carry, contexts[run.local], kept)
             layers.append(kept)
-        h = self._collapse(state)
+        h = self._collapse(carry.state)
         return h, dataclasses.replace(cache, lengths=new.lengths, prefix=new.prefix, layers=tuple(layers))
 
-    def _cached_runs(self) -> list[tuple[Block, LayerRun]]:
+    def _cached_runs(self) -> list[tuple[Block, int, LayerRun]]:
+        """Return (blocks of a stack, number of their first, layers of it in a row whose caches are alike)."""
         local = self.config.local_layers
         return [
-            (blocks, run) for blocks, first, count in self.stacks for run in layer_runs(local[first : first + count])
+            (blocks, first, run)
+            for blocks, first, count in self.stacks
+            for run in layer_runs(local[first : first + count])
         ]
 
     def _extend_run(
-        self, blocks: Block, run: LayerRun, state: State, context: CacheContext, kept: Cache
-    ) -> tuple[State, Cache]:
+        self, blocks: Block, first: int, run: LayerRun, carry: Carry, context: CacheContext, kept: Cache
+    ) -> tuple[Carry, Cache]:
         graph, stacked = nnx.split(blocks)
 
         # Parameters are picked from their whole stack, and the caches are carried: neither is copied.
-        def layer(carry: tuple[State, Cache], index: jax.Array) -> tuple[tuple[State, Cache], None]:
-            state, kept = carry
+        def layer(carry: _CachedCarry, index: jax.Array) -> tuple[_CachedCarry, None]:
+            state, memory, kept = carry
             params = jax.tree.map(lambda leaf: jax.lax.dynamic_index_in_dim(leaf, run.first + index, 0, False), stacked)
-            own = {name: jax.lax.dynamic_index_in_dim(leaf, index, 0, False) for name, leaf in kept.items()}
-            state, own = nnx.merge(graph, params).extend(state, context, own)
-            kept = {name: jax.lax.dynamic_update_index_in_dim(leaf, own[name], index, 0) for name, leaf in kept.items()}
-            return (state, kept), None
+            cache = {name: jax.lax.dynamic_index_in_dim(leaf, index, 0, False) for name, leaf in kept.items()}
+            block = nnx.merge(graph, params)
+            (state, memory), cache = block.extend(Carry(state, memory), context, cache, self.residual)
+            kept = {
+                name: jax.lax.dynamic_update_index_in_dim(leaf, cache[name], index, 0) for name, leaf in kept.items()
+            }
+            return _CachedCarry(state, memory, kept), None
 
-        return jax.lax.scan(layer, (state, kept), jnp.arange(run.layers))[0]
+        begin = _CachedCarry(carry.state, carry.memory, kept)
+        layers = jnp.arange(run.layers)
+        end, _ = depth.through(self.residual, depth.scanned, layer, begin, layers, first=first + run.first, scan=True)
+        return Carry(end.state, end.memory), end.kept
 
     def _computed_again(self, tokens: jax.Array, cache: DecoderCache, new: NewTokens) -> tuple[jax.Array, DecoderCache]:
         assert cache.tokens is not None
@@ -481,6 +356,8 @@ def stack_blocks(make: Callable[[int | jax.Array], Block], first: int, count: in
     nnx.replace_by_pure_dict(state, leaves)
     return nnx.merge(graph, state)
 
+
+__all__ = ["STACKS", "Decoder", "DecoderDefinition", "Hidden", "Observer", "Params", "SublayerView", "build_topology"]
 
 Params = dict[str, Any]
 STACKS = ("leading_blocks", "blocks")  # of the parameters, in depth order

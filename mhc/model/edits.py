@@ -11,10 +11,12 @@ from typing import TYPE_CHECKING, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from mhc.residual.protocol import State
+from mhc.residual.protocol import ResidualTopology
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float
+
+    from mhc.model.block import Carry
 
 # What the sublayers of a block are to the axis of 2 below.
 SUBLAYERS = ("attention", "feed-forward")
@@ -40,12 +42,14 @@ class Edits(NamedTuple):
         """Those of ``count`` blocks from number ``first``."""
         return jax.tree.map(lambda leaf: leaf[first : first + count], self)
 
-    def state(self, state: State) -> State:
-        """The state at the block's beginning."""
+    def begin(self, carry: Carry, topology: ResidualTopology) -> Carry:
+        """Return what a block begins with, patched: the residual's state, and the memory of attention."""
         where = self.state_patch
         if where is None:
-            return state
-        return jax.tree.map(lambda leaf: _patched(leaf, where) if leaf.shape[:2] == where.shape else leaf, state)
+            return carry
+        state = topology.each(topology.settle(carry.state), lambda leaf: _patched(leaf, where))
+        memory = {name: leaf if leaf.ndim == 0 else _patched(leaf, where) for name, leaf in carry.memory.items()}
+        return carry._replace(state=state, memory=memory)
 
     def heads(self, y: Float[Array, "B T H J"]) -> Float[Array, "B T H J"]:
         """The heads' results."""

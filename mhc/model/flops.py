@@ -7,7 +7,8 @@ import math
 import jax
 
 from mhc.config import GATED, Config
-from mhc.model.decoder import DecoderDefinition, build_topology
+from mhc.model.block import build_topology
+from mhc.model.decoder import DecoderDefinition
 from mhc.rng import path_key
 from mhc.sharding import path_of
 
@@ -71,6 +72,7 @@ def flops_per_token(config: Config) -> int:
     if moe.experts:
         sparse = d * config.expert_width * matrices * (moe.top_k + moe.shared) + d * moe.experts
         feed_forward += (layers - dense) * sparse
-    topology = build_topology(config.residual, d, path_key(jax.random.key(0)))
-    blocks = layers * (_attention_multiplies(config) + 2 * topology.multiplies()) + feed_forward
+    topology = build_topology(config, path_key(jax.random.key(0)))
+    connections = sum(topology.multiplies(k) for k in range(2 * layers)) + topology.end_multiplies()
+    blocks = layers * _attention_multiplies(config) + connections + feed_forward
     return 3 * 2 * (blocks + d * config.vocab_size)

@@ -123,14 +123,15 @@ class Mlp(nnx.Module):
 class Sublayer(nnx.Module):
     """F of the residual topologies: a core between its own norms, by norm.placement. The streams are never normalised.
 
-    pre: core(norm(u)); post: post_norm(core(u)); sandwich: post_norm(core(norm(u))). Over a mesh with tensor > 1, norms
+    pre: core(norm(u)); post: post_norm(core(u)); sandwich: post_norm(core(norm(u))). ``normed``: u is normalised already, by
+    the topology, and there is no norm before the core. Over a mesh with tensor > 1, norms
     see u and y split by width, as the streams are; the core is given the whole width and leaves a sum to be taken.
     """
 
-    def __init__(self, config: Config, core: nnx.Module):
+    def __init__(self, config: Config, core: nnx.Module, *, normed: bool = False):
         placement, width, gamma = config.norm.placement, config.model.width, config.norm.gamma_init
-        self.placement = placement
-        if placement != "post":
+        self.placement, self.norms_input = placement, placement != "post" and not normed
+        if self.norms_input:
             self.norm = make_norm(config.norm, width, gamma)
         if placement != "pre":
             self.post_norm = make_norm(config.norm, width, gamma)
@@ -138,7 +139,7 @@ class Sublayer(nnx.Module):
 
     def before(self, u: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         """The core's input."""
-        return sharding.gather_width(u if self.placement == "post" else self.norm(u))
+        return sharding.gather_width(self.norm(u) if self.norms_input else u)
 
     def after(self, y: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         """F's output from the core's."""

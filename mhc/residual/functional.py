@@ -16,19 +16,43 @@ tested against them.
 
 from __future__ import annotations
 
-import itertools
-import math
+import contextlib
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from mhc.residual.arrays import check_square, wide
+from mhc.residual.mixing import Mixing, mixing_of
+from mhc.residual.mixing.kronecker import kronecker_mixture
+from mhc.residual.mixing.permutations import permutation_mixture
+from mhc.residual.mixing.sinkhorn import PRESETS as SINKHORN_PRESETS
+from mhc.residual.mixing.sinkhorn import check_preset
+from mhc.residual.mixing.sinkhorn import sinkhorn
+
 if TYPE_CHECKING:
     from jax.typing import ArrayLike
 
-MHC_KINDS = ("mhc", "mhc_lite", "kromhc", "identity")
-SINKHORN_PRESETS = ("paper", "deepseek")
+__all__ = [
+    "SINKHORN_PRESETS",
+    "Gains",
+    "Maps",
+    "collapse_head",
+    "composite_gains",
+    "composite_maps",
+    "hc_maps",
+    "kronecker_mixture",
+    "maps_from_logits",
+    "mhc_logits",
+    "mhc_maps",
+    "permutation_mixture",
+    "read",
+    "residual_logits",
+    "single_gains",
+    "sinkhorn",
+    "write",
+]
 
 
 class Maps(NamedTuple):
@@ -46,94 +70,15 @@ class Gains(NamedTuple):
     backward: jax.Array
 
 
-def _wide(*arrays: ArrayLike) -> tuple[jax.Array, ...]:
-    """The arrays in their common dtype, at least float32."""
-    dtype = jnp.promote_types(jnp.result_type(*arrays), jnp.float32)
-    return tuple(jnp.asarray(a, dtype) for a in arrays)
-
-
-def _check_square(name: str, shape: tuple[int, ...]) -> None:
-    if len(shape) < 2 or shape[-1] != shape[-2]:
-        raise ValueError(f"{name} must end in two equal axes [..., N, N], got shape {shape}")
-
-
 def residual_logits(kind: str, n: int) -> int:
-    """R, the number of residual logits of one token.
+    """Return R, the number of residual logits of one token.
 
     Raises:
       ValueError: unknown kind, or an N that the kind does not have (mhc_lite: at most 5, kromhc: powers of two).
     """
     if n < 1:
         raise ValueError(f"n must be at least 1, got {n}")
-    if kind == "mhc":
-        return n * n
-    if kind == "mhc_lite":
-        if n > 5:
-            raise ValueError(f"mhc_lite mixes all N! permutations and is limited to N <= 5, got {n}")
-        return math.factorial(n)
-    if kind == "kromhc":
-        if n & (n - 1):
-            raise ValueError(f"kromhc needs N to be a power of two, got {n}")
-        return 2 * (n.bit_length() - 1)
-    if kind == "identity":
-        return 0
-    raise ValueError(f"unknown kind {kind!r}; allowed: {', '.join(MHC_KINDS)}")
-
-
-def sinkhorn(logits: ArrayLike, *, iters: int = 20, preset: str = "paper", eps: float = 1e-6) -> jax.Array:
-    """Sinkhorn-Knopp projection of logits towards the doubly stochastic matrices.
-
-    ``paper`` (arXiv:2512.24880): exp(logits - max), then ``iters`` times columns (sum over i) and rows (sum over j), no
-    eps; rows are exact and the error is left in the columns. ``deepseek`` (DeepSeek-V4): softmax over the last axis +
-    eps, one step over axis -2, then ``iters - 1`` steps over axis -1 and axis -2, each dividing by (sum + eps), and a
-    transpose, which makes the marginal normalised last the *rows* here too, exact up to the eps. ``H[i, j]`` is the
-    weight of input stream j under both.
-
-    Both run in the log domain: finite, with finite gradients of either mode, for logits anywhere in +-1e4.
-
-    Args:
-      logits: [..., N, N].
-      iters: number of iterations, at least 1.
-      preset: ``paper`` or ``deepseek``.
-      eps: of ``deepseek`` only.
-
-    Returns:
-      H_res [..., N, N] in promote_types(logits, float32).
-
-    Raises:
-      ValueError: axes not square, ``iters`` < 1, or an unknown preset.
-    """
-    (logits,) = _wide(logits)
-    _check_square("logits", logits.shape)
-    if iters < 1:
-        raise ValueError(f"iters must be at least 1, got {iters}")
-    if preset == "paper":
-        log_m, offset, first, second = logits, -jnp.inf, -2, -1
-    elif preset == "deepseek":
-        offset = math.log(eps) if eps > 0 else -math.inf
-        log_m = _log_plus(jax.nn.log_softmax(logits, axis=-1), offset)
-        # The first row normalisation is the softmax itself.
-        log_m, first, second = _log_normalise(log_m, -2, offset), -1, -2
-        iters -= 1
-    else:
-        raise ValueError(f"unknown Sinkhorn preset {preset!r}; allowed: {', '.join(SINKHORN_PRESETS)}")
-
-    def iteration(log_m: jax.Array, _: None) -> tuple[jax.Array, None]:
-        return _log_normalise(_log_normalise(log_m, first, offset), second, offset), None
-
-    log_m, _ = jax.lax.scan(iteration, log_m, None, length=iters)
-    h = jnp.exp(log_m)
-    return jnp.swapaxes(h, -1, -2) if preset == "deepseek" else h
-
-
-def _log_plus(log_x: jax.Array, log_eps: float) -> jax.Array:
-    """log(x + eps)."""
-    return log_x if log_eps == -math.inf else jnp.logaddexp(log_x, log_eps)
-
-
-def _log_normalise(log_m: jax.Array, axis: int, log_eps: float) -> jax.Array:
-    """log(M / (sum of M over axis + eps))."""
-    return log_m - _log_plus(jax.nn.logsumexp(log_m, axis=axis, keepdims=True), log_eps)
+    return mixing_of(kind).logits(n)
 
 
 def hc_maps(
@@ -144,7 +89,7 @@ def hc_maps(
     tanh: bool = True,
     rms_eps: float = 1e-6,
 ) -> Maps:
-    """Maps of Hyper-Connections (arXiv:2409.19606), unconstrained.
+    """Compute the maps of Hyper-Connections (arXiv:2409.19606), which are unconstrained.
 
     With m_j the stream x_j under RMSNorm without weight, and f = tanh or the identity:
     pre_j = a_0 f(m_j . w_pre) + b_pre[j]; post_j = a_1 f(m_j . w_post) + b_post[j];
@@ -161,11 +106,11 @@ def hc_maps(
       Maps, float32 or wider.
     """
     if not dynamic:
-        x, b_pre, b_post, b_res = _wide(x, *(params[k] for k in ("b_pre", "b_post", "b_res")))
+        x, b_pre, b_post, b_res = wide(x, *(params[k] for k in ("b_pre", "b_post", "b_res")))
         lead = x.shape[:-2]
         return Maps(*(jnp.broadcast_to(b, lead + b.shape) for b in (b_pre, b_post, b_res)))
     names = ("w_pre", "w_post", "w_res", "b_pre", "b_post", "b_res", "alpha")
-    x, w_pre, w_post, w_res, b_pre, b_post, b_res, alpha = _wide(x, *(params[k] for k in names))
+    x, w_pre, w_post, w_res, b_pre, b_post, b_res, alpha = wide(x, *(params[k] for k in names))
     n = x.shape[-2]
     if b_res.shape != (n, n):
         raise ValueError(f"b_res must be [N, N] = {(n, n)}, got {b_res.shape}")
@@ -189,7 +134,7 @@ def mhc_maps(
     map_eps: float = 1e-6,
     sinkhorn_eps: float = 1e-6,
 ) -> Maps:
-    """Maps of manifold-constrained Hyper-Connections (arXiv:2512.24880) and its relatives.
+    """Compute the maps of manifold-constrained Hyper-Connections (arXiv:2512.24880) and its relatives.
 
     m = vec(x) rsqrt(mean(vec(x)^2) + rms_eps) with one statistic over all N*D; logits = alpha_k (m phi)_k + b_k in the
     order pre, post, res; pre = sigmoid(.) (+ map_eps under ``deepseek``), post = 2 sigmoid(.), res = the kind's
@@ -209,7 +154,7 @@ def mhc_maps(
     Raises:
       ValueError: unknown kind or preset, an N the kind does not have, or misshapen parameters.
     """
-    x, phi, alpha, bias = _wide(x, params["phi"], params["alpha"], params["bias"])
+    x, phi, alpha, bias = wide(x, params["phi"], params["alpha"], params["bias"])
     n, d = x.shape[-2:]
     r = residual_logits(kind, n)
     if phi.shape != (n * d, 2 * n + r) or bias.shape != (2 * n + r,):
@@ -232,82 +177,47 @@ def mhc_maps(
 
 
 def mhc_logits(raw: jax.Array, alpha: jax.Array, bias: jax.Array, n: int) -> jax.Array:
-    """alpha_k raw_k + b_k: raw [..., 2N+R], alpha [3], bias [2N+R] -> logits [..., 2N+R]."""
+    """Return alpha_k raw_k + b_k: raw [..., 2N+R], alpha [3], bias [2N+R] -> logits [..., 2N+R]."""
     return raw * jnp.repeat(alpha, jnp.array([n, n, raw.shape[-1] - 2 * n]), total_repeat_length=raw.shape[-1]) + bias
 
 
 def maps_from_logits(
     logits: jax.Array, *, kind: str, preset: str, iters: int, map_eps: float, sinkhorn_eps: float
 ) -> Maps:
-    """The kind's maps from its logits [..., 2N+R]; see ``mhc_maps``."""
-    if preset not in SINKHORN_PRESETS:
-        raise ValueError(f"unknown Sinkhorn preset {preset!r}; allowed: {', '.join(SINKHORN_PRESETS)}")
-    n = streams_of(kind, logits.shape[-1])
+    """Return the kind's maps from its logits [..., 2N+R]; see ``mhc_maps``."""
+    check_preset(preset)
+    mixing = mixing_of(kind, sinkhorn=preset, iters=iters, sinkhorn_eps=sinkhorn_eps)
+    n = streams_of(mixing, logits.shape[-1])
     pre, post, res = logits[..., :n], logits[..., n : 2 * n], logits[..., 2 * n :]
-    lead = logits.shape[:-1]
     pre = jax.nn.sigmoid(pre) + (map_eps if preset == "deepseek" else 0.0)
-    post = 2.0 * jax.nn.sigmoid(post)
-    if kind == "mhc":
-        h = sinkhorn(res.reshape(*lead, n, n), iters=iters, preset=preset, eps=sinkhorn_eps)
-    elif kind == "mhc_lite":
-        h = permutation_mixture(jax.nn.softmax(res, axis=-1), n)
-    elif kind == "kromhc":
-        h = kronecker_mixture(jax.nn.softmax(res.reshape(*lead, -1, 2), axis=-1))
-    else:
-        h = jnp.broadcast_to(jnp.eye(n, dtype=logits.dtype), (*lead, n, n))
-    return Maps(pre, post, h)
+    return Maps(pre, 2.0 * jax.nn.sigmoid(post), mixing.reference(res, n))
 
 
-def streams_of(kind: str, logits: int) -> int:
-    """N from the number of logits 2N+R of one token. Raises ValueError where no N fits."""
+def streams_of(mixing: Mixing, logits: int) -> int:
+    """Return N from the number of logits 2N+R of one token. Raises ValueError where no N fits."""
     for n in range(1, logits // 2 + 1):
-        try:
-            if 2 * n + residual_logits(kind, n) == logits:
+        with contextlib.suppress(ValueError):  # an N that the mixing does not have
+            if 2 * n + mixing.logits(n) == logits:
                 return n
-        except ValueError:
-            if kind not in MHC_KINDS:
-                raise
-    raise ValueError(f"no N gives {logits} logits for kind {kind!r}")
-
-
-def permutation_mixture(weights: jax.Array, n: int) -> jax.Array:
-    """sum_k a_k P_k over the N! permutations in lexicographic order, P_k[i, perm_k(i)] = 1.
-
-    weights [..., N!] -> [..., N, N].
-    """
-    permutations = list(itertools.permutations(range(n)))
-    matrices = jnp.eye(n, dtype=weights.dtype)[jnp.array(permutations)]  # [N!, N, N]; row i is one-hot at perm(i)
-    return jnp.einsum("...k,kij->...ij", weights, matrices)
-
-
-def kronecker_mixture(pairs: jax.Array) -> jax.Array:
-    """U_1 (x) ... (x) U_K with U_k = [[p, q], [q, p]], U_1 outermost: [..., K, 2] -> [..., 2^K, 2^K]."""
-    lead, factors = pairs.shape[:-2], pairs.shape[-2]
-    h = jnp.ones((*lead, 1, 1), pairs.dtype)
-    for k in range(factors):
-        p, q = pairs[..., k, 0], pairs[..., k, 1]
-        u = jnp.stack([jnp.stack([p, q], -1), jnp.stack([q, p], -1)], -2)
-        m = h.shape[-1]
-        h = jnp.einsum("...ij,...ab->...iajb", h, u).reshape(*lead, 2 * m, 2 * m)
-    return h
+    raise ValueError(f"no N gives {logits} logits for {type(mixing).__name__}")
 
 
 def read(x: ArrayLike, pre: ArrayLike) -> jax.Array:
-    """u = sum_j pre[j] x_j: x [..., N, D], pre [..., N] -> u [..., D]."""
-    x, pre = _wide(x, pre)
+    """Return u = sum_j pre[j] x_j: x [..., N, D], pre [..., N] -> u [..., D]."""
+    x, pre = wide(x, pre)
     return jnp.einsum("...nd,...n->...d", x, pre)
 
 
 def write(x: ArrayLike, y: ArrayLike, post: ArrayLike, res: ArrayLike) -> jax.Array:
-    """x'_i = sum_j res[i, j] x_j + post[i] y.
+    """Return x'_i = sum_j res[i, j] x_j + post[i] y.
 
     x [..., N, D], y [..., D], post [..., N], res [..., N, N] -> x' [..., N, D].
 
     Raises:
       ValueError: res not [..., N, N] with the N of x.
     """
-    x, y, post, res = _wide(x, y, post, res)
-    _check_square("res", res.shape)
+    x, y, post, res = wide(x, y, post, res)
+    check_square("res", res.shape)
     if res.shape[-1] != x.shape[-2]:
         raise ValueError(f"res is {res.shape[-1]}x{res.shape[-1]} but x has {x.shape[-2]} streams")
     return jnp.einsum("...ij,...jd->...id", res, x) + post[..., :, None] * y[..., None, :]
@@ -316,7 +226,7 @@ def write(x: ArrayLike, y: ArrayLike, post: ArrayLike, res: ArrayLike) -> jax.Ar
 def collapse_head(
     x: ArrayLike, fn: ArrayLike, base: ArrayLike, scale: ArrayLike, *, rms_eps: float = 1e-6, map_eps: float = 1e-6
 ) -> jax.Array:
-    """The learned collapse of DeepSeek-V4: w = sigmoid(s (m fn) + base) + map_eps; out = sum_j w_j x_j.
+    """Apply the learned collapse of DeepSeek-V4: w = sigmoid(s (m fn) + base) + map_eps; out = sum_j w_j x_j.
 
     Args:
       x: streams [..., N, D]. fn: [N*D, N]. base: [N]. scale: () or [1].
@@ -324,7 +234,7 @@ def collapse_head(
     Returns:
       [..., D], float32 or wider.
     """
-    x, fn, base, scale = _wide(x, fn, base, scale)
+    x, fn, base, scale = wide(x, fn, base, scale)
     n, d = x.shape[-2:]
     if fn.shape != (n * d, n):
         raise ValueError(f"fn must be [N*D, N] = {(n * d, n)}, got {fn.shape}")
@@ -334,14 +244,14 @@ def collapse_head(
 
 
 def single_gains(res: ArrayLike) -> Gains:
-    """Gains of each map alone, [..., N, N] -> [...]: max_i |sum_j H[i, j]| forward, max_j |sum_i H[i, j]| backward."""
-    (res,) = _wide(res)
-    _check_square("res", res.shape)
+    """Return the gains of each map alone, [..., N, N] -> [...]: max_i |sum_j H[i, j]| forward, max_j |sum_i H[i, j]| backward."""
+    (res,) = wide(res)
+    check_square("res", res.shape)
     return Gains(jnp.max(jnp.abs(jnp.sum(res, -1)), -1), jnp.max(jnp.abs(jnp.sum(res, -2)), -1))
 
 
 def composite_gains(res: ArrayLike) -> Gains:
-    """Gains of the products over depth, per token (the "Amax gain magnitude" of arXiv:2512.24880).
+    """Return the gains of the products over depth, per token (the "Amax gain magnitude" of arXiv:2512.24880).
 
     forward[k] is the gain max_i |sum_j .| of H_k ... H_1 H_0; backward[k] is max_j |sum_i .| of H_{S-1} ... H_k.
 
@@ -351,8 +261,8 @@ def composite_gains(res: ArrayLike) -> Gains:
     Returns:
       Gains, [S, ...] each.
     """
-    (res,) = _wide(res)
-    _check_square("res", res.shape)
+    (res,) = wide(res)
+    check_square("res", res.shape)
     if res.ndim < 3:
         raise ValueError(f"res must be [S, ..., N, N], got shape {res.shape}")
 
@@ -370,9 +280,9 @@ def composite_gains(res: ArrayLike) -> Gains:
 
 
 def composite_maps(res: ArrayLike) -> jax.Array:
-    """The products H_k ... H_1 H_0 of every depth k: res [S, ..., N, N] in depth order -> [S, ..., N, N]."""
-    (res,) = _wide(res)
-    _check_square("res", res.shape)
+    """Return the products H_k ... H_1 H_0 of every depth k: res [S, ..., N, N] in depth order -> [S, ..., N, N]."""
+    (res,) = wide(res)
+    check_square("res", res.shape)
 
     def multiply(product: jax.Array, h: jax.Array) -> tuple[jax.Array, jax.Array]:
         product = jnp.einsum("...ij,...jk->...ik", h, product)

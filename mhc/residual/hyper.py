@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
+from mhc.residual.runner import StreamRunner
 from mhc.residual.streams import StreamConnection, StreamTopology, TokenMaps
 from mhc.rng import PathKey
 
@@ -56,8 +58,25 @@ class HyperConnectionMaps(StreamConnection):
         return TokenMaps(alpha[0] * raw[0] + b_pre, alpha[1] * raw[1] + b_post, alpha[2] * raw[2:] + b_res)
 
 
+class HyperRunner(StreamRunner):
+    """The numpy form: static maps, and a bounded correction where they are dynamic."""
+
+    def maps(self, x, name):
+        static = [self.w(f"{name}.b_{which}") for which in ("pre", "post", "res")]
+        moved = [np.zeros((*x.shape[:2], *b.shape)) for b in static]
+        if self.r["dynamic"]:
+            m = x / np.sqrt((x * x).mean(-1, keepdims=True) + self.r["rms_eps"])
+            raw = [m @ self.w(f"{name}.w_{which}") for which in ("pre", "post", "res")]
+            raw[2] = np.swapaxes(raw[2], -1, -2)
+            gates = self.w(f"{name}.alpha")
+            moved = [a * (np.tanh(y) if self.r["tanh"] else y) for a, y in zip(gates, raw, strict=True)]
+        return [b + y for b, y in zip(static, moved, strict=True)]
+
+
 class HyperConnections(StreamTopology):
-    """``residual.kind=hc``. Options as the config fields of the same names; ``build`` checks them."""
+    """The topology ``hc``. Options are the config fields of the same names; ``build`` checks them."""
+
+    runner = HyperRunner
 
     def __init__(
         self,

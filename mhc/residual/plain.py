@@ -10,6 +10,7 @@ from flax import nnx
 
 from mhc.residual.functional import Maps
 from mhc.residual.protocol import Connection, ResidualTopology
+from mhc.residual.runner import Runner
 from mhc.rng import PathKey
 
 
@@ -30,8 +31,26 @@ class PlainConnection(Connection):
         return Maps(one, one, self.scale * one[..., None])
 
 
+class PlainRunner(Runner):
+    """The numpy form."""
+
+    def expand(self, x):
+        return x
+
+    def read(self, state, name, k):
+        return state, None
+
+    def write(self, state, y, context):
+        return self.r["scale"] * state + y
+
+    def collapse(self, state):
+        return state
+
+
 class PlainResidual(ResidualTopology):
     """One stream; ``scale`` 0 is the control without a residual. Every ``collapse`` of one stream is that stream."""
+
+    runner = PlainRunner
 
     def __init__(
         self,
@@ -53,7 +72,7 @@ class PlainResidual(ResidualTopology):
     def collapse(self, state: jax.Array) -> jax.Array:
         return state
 
-    def multiplies(self) -> int:
+    def multiplies(self, k: int) -> int:
         return 0
 
     def streams(self, state: jax.Array) -> jax.Array:

@@ -1,29 +1,34 @@
-"""What a residual topology is to a decoder, and the registry of kinds.
+"""What a residual topology is to a decoder, and how one is built.
 
 A decoder does, and knows no more than this:
 
     state = topology.expand(h)                     h [..., D], once before block 0
-    u, context = connection.read(state)            u [..., D] goes to the sublayer's own norm
+    u, context = connection.read(state)            u [..., D] goes to the sublayer
     state = connection.write(state, y, context)    y [..., D], what the sublayer returned
-    h = topology.collapse(state)                   once, after the last block
+    h = topology.collapse(topology.settle(state))  once, after the last block
 
 ``state`` is a pytree that only the topology understands: streams, or streams and more. Its structure, shapes and dtypes
-stay the same from sublayer to sublayer, since it is the carry of a scan over depth.
+stay the same from sublayer to sublayer, since it is the carry of a scan over depth. **The state rule**: the first axes of
+every leaf are the tokens' (``...`` above), or the leaf is a scalar. A topology that keeps a leaf otherwise says in ``each``
+how it is seen tokens first.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
+import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 from flax import nnx
 
 from mhc import kinds as _kinds
+from mhc.errors import did_you_mean
 from mhc.kinds import Kind
 from mhc.residual.functional import Maps
+from mhc.residual.runner import Runner
 from mhc.rng import PathKey
 
 State = Any
@@ -34,15 +39,15 @@ class Connection(nnx.Module):
     """The residual connection of one sublayer, with its own parameters."""
 
     def read(self, state: State) -> tuple[jax.Array, Context]:
-        """The sublayer's input u [..., D] and what ``write`` needs of this token's maps."""
+        """Return the sublayer's input u [..., D] and what ``write`` needs of this token's maps."""
         raise NotImplementedError
 
     def write(self, state: State, y: jax.Array, context: Context) -> State:
-        """The next state from the sublayer's output y [..., D]."""
+        """Return the next state from the sublayer's output y [..., D]."""
         raise NotImplementedError
 
     def __call__(self, state: State, sublayer: Callable[..., jax.Array], *args: Any, **kwargs: Any) -> State:
-        """The state after ``sublayer``, which gets u [..., D] and the further arguments and returns y [..., D].
+        """Return the state after ``sublayer``, which gets u [..., D] and the further arguments and returns y [..., D].
 
         A sublayer that returns more than y is called between ``read`` and ``write``::
 
@@ -65,108 +70,195 @@ class Connection(nnx.Module):
             raise ValueError(f"a sublayer must return the shape of its input {u.shape}, got {y.shape}")
         return self.write(state, y, context)
 
-    def maps(self, context: Context) -> Maps:
-        """The maps that ``read`` computed, for the probes: pre [..., N], post [..., N], res [..., N, N]."""
+    def maps(self, context: Context) -> Maps | None:
+        """Return the maps that ``read`` computed, for the probes: pre [..., N], post [..., N], res [..., N, N].
+
+        None: this topology has no maps of streams, and gains and distances are not measured.
+        """
         raise NotImplementedError
+
+    def measures(self, context: Context) -> dict[str, jax.Array]:
+        """Return what else is worth a probe, per token: {name: float [...]}; the probes log its mean over tokens.
+
+        The names are the same for every sublayer.
+        """
+        return {}
 
 
 class ResidualTopology(nnx.Module):
     """A kind of residual stream: how it starts, how sublayers connect to it, how it ends."""
 
     n: int  # streams
+    owns_norm: ClassVar[bool] = False
+    """Whether ``read`` gives what is normalised already, and ``collapse`` likewise: then a sublayer has no norm before its
+    core, and the decoder no final norm."""
+    period: int | None = None
+    """Blocks after which ``hand_on`` is called, so that depth is a scan over groups of so many; None: one scan."""
+    runner: ClassVar[type[Runner] | None] = None
+    """The numpy form that an exported model carries; None: export refuses the kind by name."""
 
     def expand(self, h: jax.Array) -> State:
-        """The state before sublayer 0 from the embedding h [..., D]."""
+        """Return the state before sublayer 0 from the embedding h [..., D]."""
         raise NotImplementedError
 
     def connection(self, k: int | jax.Array, *, rngs: nnx.Rngs | PathKey) -> Connection:
-        """A new connection for sublayer k in depth order; k may be traced (blocks are initialised under vmap)."""
+        """Make the connection of sublayer k in depth order; k may be traced (blocks are initialised under vmap)."""
         raise NotImplementedError
 
     def collapse(self, state: State) -> jax.Array:
-        """The hidden state h [..., D] for the final norm."""
-        raise NotImplementedError
-
-    def multiplies(self) -> int:
-        """Multiply-adds of one connection per token, forward: its map projections, read, mixing and write."""
+        """Return the hidden state h [..., D] of a settled state, for the final norm."""
         raise NotImplementedError
 
     def streams(self, state: State) -> jax.Array:
-        """The streams [..., N, D] of a state, for the probes."""
+        """Return the streams [..., N, D] of a settled state, for the probes."""
         raise NotImplementedError
+
+    def each(self, state: State, f: Callable[[jax.Array], jax.Array]) -> State:
+        """Return the state with ``f`` applied to every leaf of tokens, each as [..., and more] with the tokens first.
+
+        Interventions and the layout over a mesh reach a state by this alone. The default holds where every leaf follows
+        the state rule; scalars are left as they are.
+        """
+        return jax.tree.map(lambda leaf: leaf if leaf.ndim == 0 else f(leaf), state)
+
+    def settle(self, state: State) -> State:
+        """Return the state with nothing pending, of the same structure.
+
+        A topology whose ``write`` puts work off until the next ``read`` does it here. A decoder settles a state where it
+        collapses it, shows it to probes or edits it, and where recomputation starts again from it.
+        """
+        return state
+
+    def held(self, state: State) -> tuple[Any, State]:
+        """Split the state of a topology with a ``period`` into (what stays as it is within a period, what moves).
+
+        A scan carries what moves alone, so that what is held is kept once a period for the backward pass and not once a
+        layer. ``write`` must return the held leaves as it got them.
+        """
+        return (), state
+
+    def joined(self, held: Any, moving: State) -> State:
+        """Undo ``held``: return the whole state."""
+        return moving
+
+    def hand_on(self, state: State) -> State:
+        """Return the state that the next period starts from; called after every ``period`` blocks of the network."""
+        return state
+
+    def multiplies(self, k: int) -> int:
+        """Return the multiply-adds of sublayer k's connection per token, forward: projections, read, mixing, write."""
+        raise NotImplementedError
+
+    def end_multiplies(self) -> int:
+        """Return the multiply-adds of ``expand`` and ``collapse`` per token, forward."""
+        return 0
+
+    def numpy_form(self) -> type[Runner] | None:
+        """Return the runner that an exported model carries, if there is one."""
+        return self.runner
 
 
 Builder = Callable[..., ResidualTopology]
 _REGISTRY: dict[str, Builder] = {}
+_GIVEN = ("n", "init", "collapse", "sublayers")  # what a builder may name beside the options of its kind
 
 
 def register(kind: Kind, builder: Builder) -> None:
     """Make a kind known everywhere: to ``build``, the configuration, the layout over a mesh and the optimiser.
 
+    The module that calls this is what a run of the kind stores as ``residual.module``, unless that is the main program.
+
     Args:
-      kind: its name, what it allows, and its parameters.
-      builder: ``builder(width, *, rngs, **options) -> ResidualTopology``. A decoder hands it those fields of
-        ``residual.*`` that its signature names.
+      kind: its name, what it allows, its options and its parameters.
+      builder: ``builder(width, *, rngs, …) -> ResidualTopology``. It is handed those of ``n``, ``init``, ``collapse``,
+        ``sublayers`` (S, the network's depth) and the kind's options that its signature names.
 
     Raises:
-      ValueError: the name is taken, the builder does not name its options, or a parameter's path is declared in another
-        way by another kind.
+      ValueError: the name is taken, the builder does not take a declared option, or a parameter or an option is declared
+        in another way by another kind.
     """
-    if kind.name in _REGISTRY:
+    if kind.name in _REGISTRY or _kinds.known().get(kind.name, kind) != kind:
         raise ValueError(f"residual kind {kind.name!r} is already registered")
-    _signature(builder)
-    _kinds.declare(kind)
+    of_training = {parameter.decayed_by for parameter in kind.parameters.values()}
+    for name in kind.options:
+        if name not in _taken(builder, kind) and name not in of_training:
+            raise ValueError(f"option {name!r} of kind {kind.name!r}: its builder does not take it")
+    _kinds.declare(kind, _importable(sys._getframe(1).f_globals.get("__name__")))
     _REGISTRY[kind.name] = builder
 
 
+def _importable(module: str | None) -> str | None:
+    """Return the name of a module that another process can import; None for a main program or a config file."""
+    return module if module in sys.modules and module not in ("__main__", "mhc") else None
+
+
 def kinds() -> tuple[str, ...]:
-    """Registered kinds, in order of registration."""
-    return tuple(_REGISTRY)
+    """Return the names of the kinds that can be built."""
+    return tuple(name for name, kind in _kinds.known().items() if kind.builder or name in _REGISTRY)
 
 
 def builder(kind: str) -> Builder:
-    """The builder of a kind.
+    """Return the builder of a kind.
 
     Raises:
       ValueError: unknown kind.
     """
     if kind not in _REGISTRY:
-        raise ValueError(f"unknown residual kind {kind!r}; allowed: {', '.join(_REGISTRY)}")
+        spec = _kinds.known().get(kind)
+        if spec is None or not spec.builder:
+            raise ValueError(_kinds.unknown(kind))
+        made = _kinds.referred(spec.builder)
+        _REGISTRY[kind] = functools.partial(made, mixing=_kinds.referred(spec.mixing)) if spec.mixing else made
     return _REGISTRY[kind]
 
 
-def _signature(builder: Builder) -> tuple[str, ...]:
-    """The names of a builder's options. A module class hides them behind its metaclass: only ``__init__`` tells."""
-    bound: set[str] = {"self", "width", "rngs"}
+def _taken(builder: Builder, kind: Kind) -> tuple[str, ...]:
+    """Return what a builder takes of ``_GIVEN`` and the kind's options.
+
+    A module class hides its signature behind its metaclass: only ``__init__`` tells.
+    """
+    bound: set[str] = set()
     while isinstance(builder, functools.partial):
         bound |= set(builder.keywords)
         builder = builder.func
-    named = inspect.getattr_static(builder, "__init__") if isinstance(builder, type) else builder
-    parameters = inspect.signature(named).parameters
-    for parameter in parameters.values():
-        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
-            raise ValueError(f"the builder must name its options, so that a configuration reaches it: {parameter}")
-    return tuple(name for name in parameters if name not in bound)
+    described = inspect.getattr_static(builder, "__init__") if isinstance(builder, type) else builder
+    parameters = inspect.signature(described).parameters
+    rest = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    named = [name for name in parameters if name not in bound]
+    return tuple(name for name in (*_GIVEN, *kind.options) if name in named or (rest and name in kind.options))
 
 
 def options(kind: str) -> tuple[str, ...]:
-    """Names of the options that a kind takes.
+    """Return the names of what the builder of a kind takes beside the width: n, init, collapse, sublayers, its options.
 
     Raises:
       ValueError: unknown kind.
     """
-    return _signature(builder(kind))
+    return _taken(builder(kind), _kinds.known()[kind])
 
 
-def build(kind: str, width: int, *, rngs: nnx.Rngs | PathKey, **given: Any) -> ResidualTopology:
-    """The topology of a kind over a stream of ``width``; options as the kind's builder takes them.
+def build(
+    kind: str, width: int, *, rngs: nnx.Rngs | PathKey, sublayers: int | None = None, **given: Any
+) -> ResidualTopology:
+    """Build the topology of a kind over a stream of ``width``.
+
+    Args:
+      sublayers: S, how many sublayers the network has; kinds whose maps or state depend on depth need it.
+      given: n, init, collapse and the kind's options, as its builder takes them.
 
     Raises:
-      ValueError: unknown kind, or a number of streams, preset or collapse that it does not have.
+      ValueError: unknown kind or option, or a number of streams, preset or collapse that it does not have.
     """
-    make = builder(kind)
+    taken, spec = options(kind), _kinds.known()[kind]
+    for name in given:
+        if name not in taken:
+            allowed = [option for option in taken if option != "sublayers"]
+            raise ValueError(
+                f"kind {kind!r} has no option {name!r}{did_you_mean(name, allowed)}; allowed: {', '.join(allowed)}"
+            )
     for field in ("n", "init", "collapse"):
-        allowed = _kinds.known()[kind].refusal(field, given.get(field))
-        if allowed is not None:
-            raise ValueError(f"{field}: given {given[field]!r}, allowed: {allowed}")
-    return make(width, rngs=rngs, **given)
+        allowed_words = spec.refusal(field, given.get(field))
+        if allowed_words is not None:
+            raise ValueError(f"{field}: given {given[field]!r}, allowed: {allowed_words}")
+    depth = {"sublayers": sublayers} if "sublayers" in taken else {}
+    return builder(kind)(width, rngs=rngs, **depth, **given)

@@ -77,7 +77,7 @@ class StreamTopology(ResidualTopology):
     ``rngs`` and the epsilons are those of the learned head.
 
     Raises:
-      ValueError: unknown collapse, or N out of range.
+      ValueError: unknown collapse, or N below 1.
     """
 
     def __init__(
@@ -92,8 +92,8 @@ class StreamTopology(ResidualTopology):
     ):
         if collapse not in COLLAPSES:
             raise ValueError(f"unknown collapse {collapse!r}; allowed: {', '.join(COLLAPSES)}")
-        if not 1 <= n <= 8:
-            raise ValueError(f"n must be from 1 to 8, got {n}")
+        if n < 1:
+            raise ValueError(f"n must be at least 1, got {n}")
         self.width, self.n, self.mode = width, n, collapse
         if collapse == "head":
             if rngs is None:
@@ -110,10 +110,10 @@ class StreamTopology(ResidualTopology):
         return (total if self.mode == "sum" else total / self.n).astype(state.dtype)
 
     def map_multiplies(self) -> int:
-        """Multiply-adds of the projections that give one connection's logits."""
+        """Return the multiply-adds of the projections that give one connection's logits, per token."""
         raise NotImplementedError
 
-    def multiplies(self) -> int:
+    def multiplies(self, k: int) -> int:
         return self.map_multiplies() + (2 * self.n + self.n**2) * self.width
 
     def streams(self, state: jax.Array) -> jax.Array:

@@ -28,6 +28,7 @@ class HyperConnection(Connection):
       k: number of the sublayer in depth order, from 0. The presets ``hc`` and ``home`` read stream k mod N at first.
       kind: a registered kind.
       rngs: one key is drawn from it.
+      sublayers: S, how many sublayers the model has; kinds whose maps or state depend on depth need it.
       options: as the kind takes them: n (default 4), init, alpha, collapse, sinkhorn, iters, …
 
     Raises:
@@ -35,10 +36,17 @@ class HyperConnection(Connection):
     """
 
     def __init__(
-        self, width: int, k: int | jax.Array, *, kind: str = "mhc", rngs: nnx.Rngs | PathKey | jax.Array, **options: Any
+        self,
+        width: int,
+        k: int | jax.Array,
+        *,
+        kind: str = "mhc",
+        rngs: nnx.Rngs | PathKey | jax.Array,
+        sublayers: int | None = None,
+        **options: Any,
     ):
         key = path_key(rngs)
-        self.residual = build(kind, width, rngs=key / "residual", **options)
+        self.residual = build(kind, width, rngs=key / "residual", sublayers=sublayers, **options)
         self.connection = self.residual.connection(k, rngs=key / "connection")
 
     def expand(self, h: jax.Array) -> State:
@@ -47,7 +55,7 @@ class HyperConnection(Connection):
 
     def collapse(self, state: State) -> jax.Array:
         """h [..., D] from the state."""
-        return self.residual.collapse(state)
+        return self.residual.collapse(self.residual.settle(state))
 
     def read(self, state: State) -> tuple[jax.Array, Context]:
         return self.connection.read(state)
@@ -55,5 +63,8 @@ class HyperConnection(Connection):
     def write(self, state: State, y: jax.Array, context: Context) -> State:
         return self.connection.write(state, y, context)
 
-    def maps(self, context: Context) -> Maps:
+    def measures(self, context: Context) -> dict[str, jax.Array]:
+        return self.connection.measures(context)
+
+    def maps(self, context: Context) -> Maps | None:
         return self.connection.maps(context)

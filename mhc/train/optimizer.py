@@ -66,11 +66,12 @@ def map_paths(function: Any, tree: Any) -> Any:
 
 
 def decay_mask(config: Config, params: Params) -> Any:
-    """True where weight decay applies: matrices, embeddings, and under ``decay_dynamic`` the maps' dynamic weights."""
+    """Return True where weight decay applies: matrices, embeddings, and map parameters that an option of the kind decays."""
 
     def decays(path: str, _: Any) -> bool:
         declared = kinds.parameter(path)
-        return group_of(path).decay or (declared is not None and declared.dynamic and config.residual.decay_dynamic)
+        option = None if declared is None else declared.decayed_by
+        return group_of(path).decay or (option is not None and bool(getattr(config.residual, option)))
 
     return map_paths(decays, params)
 

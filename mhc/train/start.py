@@ -5,7 +5,7 @@ A plain model goes on as one of streams (upcycling) where the new maps begin as 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -22,48 +22,26 @@ from mhc.train.optimizer import make_optimizer
 from mhc.train.step import Trainer, TrainState
 
 
-def preserving(kind: str) -> dict[str, Any]:
-    """Fields of config.residual under which a kind, freshly made, computes what the plain residual does.
+def preserving(kind: str) -> Mapping[str, Any]:
+    """Return the fields of config.residual under which a kind, freshly made, computes what the plain residual does.
 
-    Empty where the kind is unknown, plain, or has no such initial maps.
+    Empty where the kind is unknown or has no such initial maps.
     """
-    inits = kinds.known()[kind].inits if kind in kinds.known() else ()
-    if "equivalent" in inits:
-        return {"init": "equivalent", "alpha": 0.0, "collapse": "mean"}
-    return {"init": "hc", "collapse": "mean"} if "hc" in inits else {}
+    return kinds.known()[kind].preserving if kind in kinds.known() else {}
 
 
 def check_preserving(residual: ResidualConfig) -> None:
-    """Refuse a residual that, freshly made, does not compute the plain residual's function, saying why.
-
-    ``equivalent``: every stream is the same, is read as the mean, and is mixed by rows that sum to 1; with alpha 0 the
-    maps depend on nothing else. ``hc``: its projections are 0, so that any alpha will do.
-    """
-    kind = residual.kind
-    if kind == "plain":
-        if residual.scale != 1.0:
-            raise UserError(f"residual.scale: given {residual.scale}, allowed: 1.0, to compute the source's function")
-        return
-    wanted = preserving(kind)
-    if not wanted:
-        can = ", ".join(name for name in kinds.names() if name == "plain" or preserving(name))
+    """Refuse a residual that, freshly made, does not compute the plain residual's function. Raises UserError."""
+    kind = residual.spec
+    if not kind.preserving:
+        can = ", ".join(name for name in kinds.names() if preserving(name))
         raise UserError(
-            f"residual.kind: given {kind!r}, allowed: {can}: it has no initial maps that make it the plain residual"
+            f"residual.kind: given {kind.name!r}, allowed: {can}: it has no initial maps that make it the plain residual"
         )
-    why = {
-        "init": "other initial maps change the source's function",
-        "alpha": "the maps would depend on their random projection",
-        "collapse": "the streams are copies of the plain stream, and their mean is it",
-    }
-    preset = kinds.known()[kind].inits[0]
-    given = {
-        "init": residual.init or preset,
-        "alpha": 0.0 if residual.alpha is None else residual.alpha,
-        "collapse": residual.collapse or kinds.known()[kind].collapses[0],
-    }
-    for name, value in wanted.items():
-        if given[name] != value:
-            raise UserError(f"residual.{name}: given {given[name]!r}, allowed: {value!r} with kind={kind}: {why[name]}")
+    for name, (given, wanted) in residual.apart_from_plain.items():
+        raise UserError(
+            f"residual.{name}: given {given!r}, allowed: {wanted!r} with kind={kind.name}, to compute the source's function"
+        )
 
 
 def fresh(definition: DecoderDefinition, seed: int, layout: Any, wanted: Callable[[str], bool]) -> dict[str, jax.Array]:
@@ -235,11 +213,18 @@ def _same_residual(config: Config, other: Config) -> bool:
 
 
 def _check_upcycling(config: Config, found: Config) -> None:
-    if found.residual.kind != "plain" or found.residual.scale != 1.0:
-        theirs = f"residual.kind={found.residual.kind}, n={found.streams}, scale={found.residual.scale}"
+    if not found.residual.is_plain:
+        apart = found.residual.apart_from_plain if found.residual.spec.is_plain else {}
+        theirs = ", ".join(
+            [
+                f"residual.kind={found.residual.kind}",
+                f"n={found.streams}",
+                *(f"{name}={value}" for name, (value, _) in apart.items()),
+            ]
+        )
         raise UserError(
             f"train.init_from: {config.train.init_from} has {theirs}; allowed for kind={config.residual.kind}: "
-            "a source with the same, or a plain one of scale 1, whose function the new residual can begin with"
+            "a source with the same, or one with the plain residual, whose function the new residual can begin with"
         )
     try:
         check_preserving(config.residual)

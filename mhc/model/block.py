@@ -1,0 +1,185 @@
+"""One block: attention, then feed-forward, each between the read and the write of its own residual connection."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+from flax import nnx
+
+from mhc import residual, sharding
+from mhc.config import Config
+from mhc.model.attention import Attention, AttentionContext, Cache, CacheContext, make_attention
+from mhc.model.edits import Edits
+from mhc.model.layers import Mlp, Sublayer
+from mhc.model.memory import Memory
+from mhc.model.moe import Moe
+from mhc.residual.protocol import Connection, Context, ResidualTopology, State
+from mhc.rng import PathKey
+
+
+class Carry(NamedTuple):
+    """What one block hands to the next."""
+
+    state: State  # the residual topology's
+    memory: Memory  # attention's
+
+
+class SublayerView(NamedTuple):
+    """What an observer sees of one sublayer."""
+
+    topology: ResidualTopology
+    connection: Connection
+    context: Context  # of its maps
+    sublayer: Sublayer
+    args: tuple[Any, ...]  # that F takes beside u
+    u: jax.Array  # F's input [B, T, D]
+    y: jax.Array  # F's output [B, T, D]
+    state: State  # after the write, settled
+    heads: jax.Array | None  # attention's results by head [B, T, H, J]
+    memory: Memory  # before F
+
+
+# What it returns is stacked over depth. Its keys may differ between attention and feed-forward, not between blocks.
+Observer = Callable[[SublayerView], dict[str, jax.Array]]
+
+
+class Seen(NamedTuple):
+    """What a block leaves beside its carry."""
+
+    observed: tuple[dict[str, jax.Array], ...]  # by sublayer
+    router: dict[str, jax.Array]  # statistics of its experts; empty without
+
+
+def build_topology(config: Config, key: PathKey) -> ResidualTopology:
+    """Build the configured topology: the builder of its kind is given those fields of ``residual.*`` that it names."""
+    fields = config.residual.flat()
+    kind = fields["kind"]
+    options = {name: fields[name] for name in residual.protocol.options(kind) if name in fields}
+    return residual.build(kind, config.model.width, rngs=key, sublayers=2 * config.model.layers, **options)
+
+
+def laid_out(topology: ResidualTopology, state: State, shape: tuple[int, ...]) -> State:
+    """Return the state of tokens x, whose shape is [B, T, D], laid out over the mesh: a leaf that ends in D as the
+    streams are, any other by its rows.
+
+    Raises:
+      ValueError: a leaf breaks the state rule.
+    """
+
+    def place(leaf: jax.Array) -> jax.Array:
+        if leaf.shape[:2] != shape[:2]:
+            raise ValueError(
+                f"{type(topology).__name__}: a leaf of its state has shape {leaf.shape}; the first axes must be the "
+                f"tokens' {shape[:2]}, or the leaf a scalar (or `each` must show it so)"
+            )
+        wide = leaf.ndim >= 3 and leaf.shape[-1] == shape[2]
+        return sharding.constrain_streams(leaf) if wide else sharding.constrain_batch(leaf)
+
+    return topology.each(state, place)
+
+
+class Block(nnx.Module):
+    """Attention, then feed-forward (dense, or ``experts``), each an F with its own residual connection."""
+
+    def __init__(
+        self, config: Config, topology: ResidualTopology, layer: int | jax.Array, *, key: PathKey, experts: bool = False
+    ):
+        normed = topology.owns_norm
+        self.attention = Sublayer(config, make_attention(config, key=key / "attention"), normed=normed)
+        core: Mlp | Moe = Moe(config, key=key / "mlp") if experts else Mlp(config, key=key / "mlp")
+        self.mlp = Sublayer(config, core, normed=normed)
+        self.attention_residual = topology.connection(2 * layer, rngs=key / "attention_residual")
+        self.mlp_residual = topology.connection(2 * layer + 1, rngs=key / "mlp_residual")
+
+    @property
+    def heads(self) -> Attention:
+        """The attention itself, without its norms."""
+        core = self.attention.core
+        assert isinstance(core, Attention)
+        return core
+
+    def feed_forward(self, u: jax.Array, valid: jax.Array | None) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """Return (F(u), its experts' statistics over the ``valid`` tokens)."""
+        if isinstance(self.mlp.core, Moe):
+            y, router = self.mlp.core.with_statistics(self.mlp.before(u), valid)
+            return self.mlp.after(y), router
+        return self.mlp(u), {}
+
+    def __call__(
+        self,
+        carry: Carry,
+        context: AttentionContext,
+        topology: ResidualTopology,
+        observe: Observer | None = None,
+        edits: Edits | None = None,
+    ) -> tuple[Carry, Seen]:
+        """Return (what the next block gets, what was seen of this one) of whole rows."""
+        router: dict[str, jax.Array] = {}
+        heads: list[jax.Array] = []
+
+        def change(y: jax.Array) -> jax.Array:
+            heads.append(y if edits is None else edits.heads(y))
+            return heads[-1]
+
+        def attention(u: jax.Array, memory: Memory) -> tuple[jax.Array, Memory]:
+            changed = () if observe is None and edits is None else (change,)
+            y, memory = self.heads.remembering(self.attention.before(u), context, memory, *changed)
+            return self.attention.after(y), memory
+
+        def feed_forward(u: jax.Array) -> jax.Array:
+            valid = None if context.segment_ids is None else context.segment_ids > 0
+            y, statistics = self.feed_forward(u, valid)
+            router.update(statistics)
+            return y
+
+        seen: list[dict[str, jax.Array]] = []
+
+        def look(number: int, view: SublayerView) -> None:
+            if observe is not None:
+                args = ((context,), ())[number]
+                seen.append(observe(view._replace(args=args, heads=heads[0] if number == 0 else None)))
+
+        carry = self._through(carry, topology, attention, feed_forward, None if observe is None else look, edits)
+        return carry, Seen(tuple(seen), router)
+
+    def extend(
+        self, carry: Carry, context: CacheContext, cache: Cache, topology: ResidualTopology
+    ) -> tuple[Carry, Cache]:
+        """Return (what the next block gets, the cache with the new tokens): as a call, with the past in the cache."""
+        kept = [cache]
+
+        def attention(u: jax.Array, memory: Memory) -> tuple[jax.Array, Memory]:
+            y, kept[0], memory = self.heads.extend(self.attention.before(u), context, cache, memory)
+            return self.attention.after(y), memory
+
+        return self._through(carry, topology, attention, self.mlp), kept[0]
+
+    def _through(
+        self,
+        carry: Carry,
+        topology: ResidualTopology,
+        attention: Callable[[jax.Array, Memory], tuple[jax.Array, Memory]],
+        feed_forward: Callable[[jax.Array], jax.Array],
+        look: Callable[[int, SublayerView], None] | None = None,
+        edits: Edits | None = None,
+    ) -> Carry:
+        """Run the two sublayers, however they are computed: the one loop of training, observing and decoding."""
+        if edits is not None:
+            carry = edits.begin(carry, topology)
+        state, memory = carry
+        sublayers = ((self.attention_residual, self.attention), (self.mlp_residual, self.mlp))
+        for number, (connection, sublayer) in enumerate(sublayers):
+            u, maps = connection.read(state)
+            before = memory
+            if number == 0:
+                y, memory = attention(u, memory)
+            else:
+                y = feed_forward(u)
+            y = y if edits is None else edits.output(y, number)
+            state = laid_out(topology, connection.write(state, y, maps), u.shape)
+            if look is not None:
+                settled = topology.settle(state)
+                look(number, SublayerView(topology, connection, maps, sublayer, (), u, y, settled, None, before))
+        return Carry(state, memory)

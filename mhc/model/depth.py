@@ -1,0 +1,143 @@
+"""How blocks run one after another: scanned or unrolled, recomputed in groups, and in periods where a topology has them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from mhc.config import Config
+from mhc.model.block import Carry
+from mhc.model.layers import KEPT
+from mhc.residual.protocol import ResidualTopology
+
+# (carry, one layer's inputs) -> (carry, what is stacked over depth).
+Step = Callable[[Any, Any], tuple[Any, Any]]
+# The same over the leading axis of all layers' inputs.
+Run = Callable[[Step, Any, Any], tuple[Any, Any]]
+
+REMAT_POLICIES: dict[str, Any] = {
+    "full": None,
+    "streams": jax.checkpoint_policies.save_only_these_names(KEPT),
+    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+}
+
+
+def scanned(step: Step, carry: Any, layers: Any) -> tuple[Any, Any]:
+    """Run a step over all layers as one compiled body."""
+    return jax.lax.scan(step, carry, layers)
+
+
+def unrolled(step: Step, carry: Any, layers: Any) -> tuple[Any, Any]:
+    """Run a step over all layers, each compiled by itself: the same numbers."""
+    each = []
+    for number in range(length(layers)):
+        carry, out = step(carry, jax.tree.map(lambda leaf, i=number: leaf[i], layers))
+        each.append(out)
+    return carry, jax.tree.map(lambda *leaves: jnp.stack(leaves), *each)
+
+
+def length(layers: Any) -> int:
+    """Return the number of layers, the leading axis of each of their inputs."""
+    return int(jax.tree.leaves(layers)[0].shape[0])
+
+
+def training_run(config: Config, topology: ResidualTopology) -> Run:
+    """Return how blocks run in a pass over whole rows: by ``model.scan`` and ``model.remat``."""
+    model = config.model
+    plainly = scanned if model.scan else unrolled
+    if model.remat == "none":
+        return plainly
+    # The backward pass starts again from the state before each group, and keeps of it what the policy says.
+    policy, size = REMAT_POLICIES[model.remat], config.remat_blocks if model.remat == "streams" else 1
+
+    def run(step: Step, carry: Any, layers: Any) -> tuple[Any, Any]:
+        inside = plainly if size > 1 else unrolled
+
+        def settled_group(carry: Carry, layers: Any) -> tuple[Carry, Any]:
+            carry, out = inside(step, carry, layers)
+            return carry._replace(state=topology.settle(carry.state)), out
+
+        group = jax.checkpoint(settled_group, policy=policy, prevent_cse=not model.scan)
+        count = length(layers)
+        whole = count // size * size if model.scan else 0
+        parts = []
+        if whole:
+            groups = jax.tree.map(lambda leaf: leaf[:whole].reshape(-1, size, *leaf.shape[1:]), layers)
+            carry, out = jax.lax.scan(group, carry, groups)
+            parts.append(jax.tree.map(lambda leaf: leaf.reshape(whole, *leaf.shape[2:]), out))
+        for first in range(whole, count, size):
+            carry, out = group(carry, jax.tree.map(lambda leaf, i=first: leaf[i : i + size], layers))
+            parts.append(out)
+        return carry, joined(parts)
+
+    return run
+
+
+def joined(parts: list[Any]) -> Any:
+    """Return what parts of the depth gave as one tree, along the layers."""
+    return jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *parts)
+
+
+def through(
+    topology: ResidualTopology,
+    run: Run,
+    step: Step,
+    carry: Any,
+    layers: Any,
+    *,
+    first: int,
+    scan: bool,
+    whole_state: bool = False,
+) -> tuple[Any, Any]:
+    """Run a step over layers from block number ``first`` of the network, in the topology's periods if it has any.
+
+    A period ends after every ``topology.period`` blocks of the network. Within one, only what moves of the state is
+    carried; at its end ``hand_on`` gives the state that the next one starts from.
+
+    Args:
+      run: how the layers of one period run. step: takes a carry with the attribute ``state``, a NamedTuple.
+      scan: whether whole periods are scanned too, else they are unrolled.
+      whole_state: whether a block may change what the topology holds (interventions do): then all of it is carried.
+    """
+    period, count = topology.period, length(layers)
+    if period is None:
+        return run(step, carry, layers)
+
+    def one_period(carry: Any, layers: Any, ends: bool = True) -> tuple[Any, Any]:
+        held, moving = ((), carry.state) if whole_state else topology.held(carry.state)
+
+        def entire(moving: Any) -> Any:
+            return moving if whole_state else topology.joined(held, moving)
+
+        def moved(carry: Any, layer: Any) -> tuple[Any, Any]:
+            carry, out = step(carry._replace(state=entire(carry.state)), layer)
+            return carry if whole_state else carry._replace(state=topology.held(carry.state)[1]), out
+
+        carry, out = run(moved, carry._replace(state=moving), layers)
+        state = topology.settle(entire(carry.state))
+        return carry._replace(state=topology.hand_on(state) if ends else state), out
+
+    def part(begin: int, end: int) -> Any:
+        return jax.tree.map(lambda leaf: leaf[begin:end], layers)
+
+    parts = []
+    begun = min(-first % period, count)  # what is left of the period that another stack began
+    if begun:
+        carry, out = one_period(carry, part(0, begun), ends=(first + begun) % period == 0)
+        parts.append(out)
+    whole = begun + (count - begun) // period * period
+    if whole > begun and scan:
+        grouped = jax.tree.map(lambda leaf: leaf.reshape(-1, period, *leaf.shape[1:]), part(begun, whole))
+        carry, out = jax.lax.scan(one_period, carry, grouped)
+        parts.append(jax.tree.map(lambda leaf: leaf.reshape(whole - begun, *leaf.shape[2:]), out))
+    elif whole > begun:
+        for at in range(begun, whole, period):
+            carry, out = one_period(carry, part(at, at + period))
+            parts.append(out)
+    if whole < count:
+        carry, out = one_period(carry, part(whole, count), ends=False)
+        parts.append(out)
+    return carry, joined(parts)

@@ -1,0 +1,63 @@
+"""How the relatives of mhc make H_res of a token's residual logits: one way a file.
+
+Reads, writes and gates of all of them are alike (``mhc.residual.manifold``). A ``Mixing`` says how many residual logits a
+token has, what bias they start from, and what H_res they give.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+
+from mhc import kinds
+from mhc.residual.runner import ManifoldRunner
+
+
+@dataclasses.dataclass(frozen=True)
+class Mixing:
+    """H_res [N, N] of a token from its R residual logits.
+
+    A subclass is a frozen dataclass. Its fields are options of its kind (fields of ``residual.*``) or ``sublayers``, the
+    S of the network; the topology hands it those that it names.
+    """
+
+    runner: ClassVar[type[ManifoldRunner] | None] = None
+    """The same in numpy, for exported models; None: they are refused."""
+
+    def logits(self, n: int) -> int:
+        """Return R, the number of residual logits of a token with N streams. Raises ValueError where N does not exist."""
+        raise NotImplementedError
+
+    def initial(self, n: int, gap: float) -> jax.Array:
+        """Return the bias [R], float32, whose H_res is the identity but for entries e^-gap as large as its diagonal."""
+        raise NotImplementedError
+
+    def reference(self, logits: jax.Array, n: int) -> jax.Array:
+        """Return H_res [..., N, N] of logits [..., R], in the dtype of the logits: the mathematics, as it is written."""
+        raise NotImplementedError
+
+    def __call__(self, logits: jax.Array, n: int) -> jax.Array | None:
+        """Return H_res [N, N, ...] of logits [R, ...], tokens last as the kernels have them; None: the identity."""
+        return jnp.moveaxis(self.reference(jnp.moveaxis(logits, 0, -1), n), (-2, -1), (0, 1))
+
+
+def mixing_of(kind: str, **options: object) -> Mixing:
+    """Return the mixing of a kind, with those of the options that it has.
+
+    Raises:
+      ValueError: the kind is unknown, or none that mixes by residual logits.
+    """
+    spec = kinds.known().get(kind)
+    if spec is None or not spec.mixing:
+        have = ", ".join(name for name, other in kinds.known().items() if other.mixing)
+        raise ValueError(f"unknown kind {kind!r}; allowed: {have}")
+    return configured(kinds.referred(spec.mixing), options)
+
+
+def configured(mixing: type[Mixing], options: dict[str, object]) -> Mixing:
+    """Return a mixing made with those of the options that are fields of it."""
+    fields = {field.name for field in dataclasses.fields(mixing)}
+    return mixing(**{name: value for name, value in options.items() if name in fields})
