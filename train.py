@@ -3,7 +3,7 @@
     python train.py --config configs/demo.py --config.residual.kind=mhc --workdir runs/a
 
 The same command on an existing workdir resumes it. ``--dry_run`` prints the model's size and cost as JSON instead;
-``--from RUN/run.json`` takes the config of a run that was.
+``--from RUN/run.json`` takes the config of a run that was; ``--fields`` lists every field of a config.
 """
 
 from __future__ import annotations
@@ -20,12 +20,19 @@ def main(arguments: Sequence[str]) -> int:
     parser = cli.Parser(
         prog="train.py",
         description="Train a transformer under one residual topology.",
-        epilog="--config.GROUP.FIELD=VALUE changes a field of the config; configs/default.py lists and explains them.",
+        epilog="--config.GROUP.FIELD=VALUE changes a field of the config; --fields lists and explains them.",
     )
     either = parser.add_mutually_exclusive_group(required=True)
     either.add_argument("--config", metavar="FILE", help="config file with get_config(), e.g. configs/demo.py")
     either.add_argument(
         "--from", dest="origin", metavar="RUN/run.json", help="start a run anew as another one was started"
+    )
+    either.add_argument(
+        "--fields",
+        nargs="?",
+        const="",
+        metavar="GROUP",
+        help="print every field of the config, or those of one group: its default, what it means, what is allowed",
     )
     parser.add_argument("--workdir", metavar="DIR", help="folder of the run, or gs://BUCKET/PATH; resumes a run there")
     parser.add_argument(
@@ -40,6 +47,10 @@ def main(arguments: Sequence[str]) -> int:
         help="have XLA make programs for GPUs that give the same bits each time, at some cost in speed",
     )
     options, overrides = parser.parse_known_args(arguments)
+    if options.fields is not None:
+        cli.overrides(overrides, parser)  # residual.module among them, whose options are listed too
+        print("\n".join(cli.field_lines(options.fields)))
+        return 0
     origin = None if options.origin is None else provenance.read(options.origin)
     if origin is None:
         config = cli.load_config(options.config, overrides, parser)

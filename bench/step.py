@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from mhc import cli
+from mhc import cli, kinds
 from mhc import config as configs
 from mhc.config import Config
 from mhc.errors import UserError, did_you_mean
@@ -33,8 +33,6 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--json", metavar="FILE", help="write the figures there")
     options, overrides = parser.parse_known_args(arguments)
     config = cli.load_config(options.config, overrides, parser)
-    from mhc import kinds
-
     arms = options.arms.split(",")
     for arm in arms:
         if arm not in kinds.names():
@@ -65,7 +63,7 @@ def measure(config: Config, arms: Sequence[str], rounds: int) -> dict[str, Any]:
     from mhc.train.step import Trainer
 
     # A residual field that only one kind has would be refused by the others: arms take their kind's defaults.
-    fresh: dict[str, Any] = {"n": None, "init": None, "collapse": None, "alpha": None, "sinkhorn": "paper"}
+    shared = [(name, value) for name, value in config.residual.options if kinds.options()[name].anywhere]
     rng, shape = np.random.default_rng(0), (config.train.batch_size, config.data.sequence_length)
     vocabulary = config.model.vocab_size or 259
     mesh = sharding.make_mesh(config.mesh)
@@ -82,8 +80,7 @@ def measure(config: Config, arms: Sequence[str], rounds: int) -> dict[str, Any]:
     )
     running: dict[str, Any] = {}
     for arm in arms:
-        residual = dataclasses.replace(config.residual, kind="plain", **fresh)
-        residual = dataclasses.replace(residual, kind=arm)
+        residual = configs.ResidualConfig(kind=arm, module=config.residual.module, options=shared)
         trainer = Trainer(configs.resolve(dataclasses.replace(config, residual=residual), vocabulary), mesh)
         state = trainer.init(0)
         start = time.perf_counter()

@@ -1,1 +1,1 @@
-"""Configurations: default.py holds every field, the other files change what they need to."""
+"""Configurations: default.py makes every field, the other files change what they need to."""

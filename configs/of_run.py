@@ -22,10 +22,9 @@ def get_config(run: str = "") -> ConfigDict:
         raise UserError(f"configs/of_run.py:{run}: no run folder, allowed: configs/of_run.py:RUN, e.g. runs/a")
     config = configs.from_json(stored.read_text())
     made = default.get_config()
-    tree = configs.to_dict(config)
     for name in configs.field_names():
         group, _, field = name.partition(".")
-        value = None if configs.is_derived(config, name) else tree[group][field]
+        value = None if configs.is_derived(config, name) else configs.value_of(config, name)
         if value is not None:
             made[group][field] = value
         elif made[group].get(field) is not None:

@@ -64,6 +64,10 @@ def measure(checkpoint: checkpoints.Checkpoint, sequences: int | None = None) ->
 
     def observe(view: SublayerView) -> dict[str, jax.Array]:
         maps = view.connection.maps(view.context)
+        if maps is None:
+            raise UserError(
+                f"{checkpoint.name}: residual.kind={config.residual.kind} has no maps between streams to draw"
+            )
         return {"res": maps.res, "pre": maps.pre, "post": maps.post}
 
     def run(params: Any, batch: dict[str, jax.Array]) -> dict[str, jax.Array]:

@@ -78,6 +78,6 @@ def gain_difference(recomputed: Mapping[str, Any], logged: Mapping[str, Any]) ->
 
 def _peaks(probe: Mapping[str, Any]) -> dict[str, float | None]:
     return {
-        direction: largest(np.asarray(probe[f"gain/{direction}_composite_mean"], np.float64))
+        direction: largest(np.asarray(probe.get(f"gain/{direction}_composite_mean", ()), np.float64))
         for direction in DIRECTIONS
     }

@@ -389,8 +389,9 @@ def _forward(
         "residual_rms": np.asarray(seen["activation/residual_rms"]),
         "out_rms": np.asarray(seen["activation/sublayer_out_rms"]),
         "logit_max": attention,
-        "forward_gain": np.asarray(seen["gain/forward_composite_mean"]),
-        "backward_gain": np.asarray(seen["gain/backward_composite_mean"]),
+        # A topology without maps of streams has no gains.
+        "forward_gain": np.asarray(seen.get("gain/forward_composite_mean", np.full(size, np.nan))),
+        "backward_gain": np.asarray(seen.get("gain/backward_composite_mean", np.full(size, np.nan))),
     }
 
 

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mhc import provenance, remote
-from mhc.config import MACHINE
+from mhc import kinds, provenance, remote
+from mhc.config import MACHINE, load_kinds
 from mhc.errors import UserError
 from mhc.monitor.detectors import spike_score
 from mhc.monitor.writers import read_json, read_jsonl
@@ -64,8 +64,10 @@ class Arm:
 
     @property
     def preset(self) -> str | None:
-        """The Sinkhorn preset of an mhc arm, else None."""
-        return str(self.config["residual"]["sinkhorn"]) if self.kind == "mhc" else None
+        """The Sinkhorn preset of an arm whose maps are projected by Sinkhorn, else None."""
+        kind = kinds.known().get(self.kind)
+        projected = kind is not None and kind.mixing == kinds.MHC.mixing
+        return str(self.config["residual"]["sinkhorn"]) if projected else None
 
     @property
     def seeds(self) -> tuple[int, int]:
@@ -89,8 +91,13 @@ class Arm:
 
     @functools.cached_property
     def flat(self) -> dict[str, Any]:
-        """The configuration as {"section.field": value}."""
-        return dict(_flatten(self.config))
+        """The configuration as {"section.field": value}; an option that the residual's kind lacks has its default."""
+        flat = dict(_flatten(self.config))
+        return flat | {
+            f"residual.{name}": option.default
+            for name, option in kinds.options().items()
+            if f"residual.{name}" not in flat
+        }
 
     def column(self, key: str) -> tuple[Floats, Floats]:
         """(steps, values) of the metrics records that hold ``key``; both float64[n]."""
@@ -291,6 +298,10 @@ def _load_run(name: str, folder: Path, source: Folder | None) -> Arm | None:
         section, key = field.split(".")
         if section not in config or key not in config[section]:
             raise UserError(f"{folder / 'config.json'}: {field} is missing, so this is no run of this project")
+    try:
+        load_kinds(config)
+    except UserError as error:
+        raise UserError(f"{folder}: {error}") from None
     metrics = read_jsonl(folder / "metrics.jsonl") if (folder / "metrics.jsonl").exists() else []
     if not metrics:
         return None

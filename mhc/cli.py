@@ -148,8 +148,9 @@ def load_config(path: str, arguments: Sequence[str], parser: Parser) -> Config:
         parser: names the options in the complaint about anything else.
     Raises: UserError for a file that cannot be loaded, an unknown or mistyped override, or an invalid config.
     """
-    changes = overrides(arguments, parser)
-    return _changed(_run_config_file(path).to_dict(), changes)
+    tree = _run_config_file(path).to_dict()
+    config_lib.load_kinds(tree)  # the overrides may set options of its kinds
+    return _changed(tree, overrides(arguments, parser))
 
 
 def change(config: Config, arguments: Sequence[str], parser: Parser) -> Config:
@@ -176,6 +177,7 @@ def overrides(arguments: Sequence[str], parser: Parser) -> dict[str, Any]:
     """
     found = {}
     rest = list(arguments)
+    config_lib.load_kinds({"residual": {"module": _given(rest, "residual.module")}})
     while rest:
         argument = rest.pop(0)
         flag, equals, text = argument.partition("=")
@@ -190,6 +192,29 @@ def overrides(arguments: Sequence[str], parser: Parser) -> dict[str, Any]:
             text = rest.pop(0)
         found[name] = config_lib.parse_value(name, text)
     return found
+
+
+def field_lines(group: str) -> list[str]:
+    """Return a line for each field of a group ("": of every one): ``group.field = default``, its words, what is
+    allowed.
+
+    Raises: UserError for an unknown group.
+    """
+    known = config_lib.groups()
+    if group and group not in known:
+        raise UserError(f"--fields: unknown group {group}{did_you_mean(group, known)}; groups: {', '.join(known)}")
+    names = [name for name in config_lib.field_names() if not group or name.partition(".")[0] == group]
+    return [f"{name} = {config_lib.default_of(name)!r}  # {config_lib.describe(name)}" for name in names]
+
+
+def _given(arguments: Sequence[str], field: str) -> str | None:
+    """Return the last value that the command line gives a field, None where it gives none."""
+    value = None
+    for number, argument in enumerate(arguments):
+        flag, equals, text = argument.partition("=")
+        if flag.lstrip("-") == f"config.{field}":
+            value = text if equals else next(iter(arguments[number + 1 :]), None)
+    return None if value == "None" else value
 
 
 def _run_config_file(path: str) -> ConfigDict:

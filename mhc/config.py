@@ -304,25 +304,25 @@ class ResidualConfig(_Group, group="residual"):
     """
 
     kind: str = _field("mhc", "topology", choices=kinds.names)
+    n: int | None = _field(None, "streams N; None: the kind's default", low=1)
+    init: str | None = _field(None, "initial maps; None: the kind's first preset", choices=kinds.inits)
+    collapse: str | None = _field(None, "streams to one; None: the kind's first way", choices=kinds.collapses)
     module: str | None = _field(
         None,
         "modules that register kinds from elsewhere, separated by commas; None: the one that registered the kind",
         words="names of modules as `import` takes them",
         further=kinds.check_modules,
     )
-    n: int | None = _field(None, "streams N; None: the kind's default", low=1)
-    init: str | None = _field(None, "initial maps; None: the kind's first preset", choices=kinds.inits)
-    collapse: str | None = _field(None, "streams to one; None: the kind's first way", choices=kinds.collapses)
     options: tuple[tuple[str, Any], ...] = ()
     """Every option of the kind with its value, then what was set for other kinds and may stand here."""
 
     def __init__(
         self,
         kind: str = "mhc",
-        module: str | None = None,
         n: int | None = None,
         init: str | None = None,
         collapse: str | None = None,
+        module: str | None = None,
         options: Iterable[tuple[str, Any]] = (),
         **named: Any,
     ):
@@ -331,7 +331,7 @@ class ResidualConfig(_Group, group="residual"):
         Raises:
           UserError: a module that cannot be imported, an unknown field, or a value that a field may not hold.
         """
-        fields = {"kind": kind, "module": module, "n": n, "init": init, "collapse": collapse}
+        fields = {"kind": kind, "n": n, "init": init, "collapse": collapse, "module": module}
         if isinstance(module, str):
             kinds.load(module)
         hints = _hints(type(self))  # type: ignore[arg-type]
@@ -362,6 +362,10 @@ class ResidualConfig(_Group, group="residual"):
             del common["module"]
         return common | dict(self.options)
 
+    def changed(self, **fields: Any) -> ResidualConfig:
+        """Return this with other values of fields, options among them. Raises UserError as ``__init__``."""
+        return ResidualConfig(**{**self.flat(), **fields})
+
     @property
     def spec(self) -> kinds.Kind:
         """What the kind declares."""
@@ -374,7 +378,8 @@ class ResidualConfig(_Group, group="residual"):
 
     @property
     def apart_from_plain(self) -> dict[str, tuple[Any, Any]]:
-        """{field: (value here, value needed)} of what keeps a fresh model from computing the plain residual's function."""
+        """{field: (value here, value needed)} of what keeps a fresh model from computing the plain residual's
+        function."""
         wanted, spec = self.spec.preserving, self.spec
         first = {"init": next(iter(spec.inits), None), "collapse": spec.collapses[0], "n": spec.default_streams}
         given = {name: getattr(self, name) for name in wanted}
@@ -960,6 +965,11 @@ def value_of(config: Config, name: str) -> Any:
     """Return the value of a field by its dotted name; of an option that the kind lacks, the default."""
     group, _, leaf = name.partition(".")
     return getattr(getattr(config, group), leaf)
+
+
+def default_of(name: str) -> Any:
+    """Return the default of a field by its dotted name. Raises UserError for an unknown one."""
+    return _find(name).default
 
 
 def describe(name: str) -> str:

@@ -1,8 +1,9 @@
 """The residual kinds: what each allows, the options that it has, and how training treats its parameters.
 
-This module is free of jax, so that a configuration is refused before anything heavy is loaded. A kind of this project is
-one row of the table below and one file in ``mhc/residual``; ``mhc.residual.register`` adds one from elsewhere. The
-configuration, the layout over a mesh, the optimiser, the exporter and the contract tests read the table and name no kind.
+This module is free of jax, so that a configuration is refused before anything heavy is loaded. A kind of this project
+is one row of the table below and one file in ``mhc/residual``; ``mhc.residual.register`` adds one from elsewhere. The
+configuration, the layout over a mesh, the optimiser, the exporter and the contract tests read the table and name no
+kind.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from mhc.errors import UserError, did_you_mean
 from mhc.rules import Rule, refuse
 
 # The fields that every kind has; what else stands in `residual.*` are options of kinds.
-COMMON = ("kind", "module", "n", "init", "collapse")
+COMMON = ("kind", "n", "init", "collapse", "module")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,7 +121,7 @@ class Kind:
         return not self.parameters and bool(self.preserving)
 
 
-# The table of what is known ---------------------------------------------------------------------------------------------
+# The table of what is known -------------------------------------------------------------------------------------------
 
 _KINDS: dict[str, Kind] = {}
 _PARAMETERS: dict[str, Parameter] = {}
@@ -156,7 +157,8 @@ def declare(kind: Kind, module: str | None = None) -> None:
             raise ValueError(f"option {name!r} of kind {kind.name!r}: every kind has a field of this name")
         if name in _OPTIONS and not _OPTIONS[name].same_field(option):
             raise ValueError(
-                f"option {name!r} of kind {kind.name!r} is declared in another way by another kind; give it another name"
+                f"option {name!r} of kind {kind.name!r} is declared in another way by another kind; "
+                "give it another name"
             )
     for name in kind.preserving:
         if name not in (*COMMON, *kind.options):
@@ -219,7 +221,7 @@ def referred(place: str) -> Any:
     return getattr(importlib.import_module(module), name)
 
 
-# Kinds from elsewhere ---------------------------------------------------------------------------------------------------
+# Kinds from elsewhere -------------------------------------------------------------------------------------------------
 
 
 class ModuleError(UserError):
@@ -227,7 +229,8 @@ class ModuleError(UserError):
 
 
 def module_of(kind: str) -> str | None:
-    """Return the module whose import registers a kind; None: it is this project's, or only the running program has it."""
+    """Return the module whose import registers a kind; None: it is this project's, or only the running program has
+    it."""
     return _MODULES.get(kind)
 
 
@@ -256,8 +259,8 @@ def load(modules: str | None) -> None:
         except ModuleNotFoundError as error:
             if error.name is not None and (name == error.name or name.startswith(f"{error.name}.")):
                 raise ModuleError(
-                    f"residual.module: no module {name}, allowed: one that Python finds, on PYTHONPATH or in the working "
-                    "directory"
+                    f"residual.module: no module {name}, allowed: one that Python finds, on PYTHONPATH or in the "
+                    "working directory"
                 ) from None
             raise _failed(name, error) from None
         except Exception as error:  # the module is the user's, and so is whatever it raises
@@ -298,7 +301,7 @@ def unknown(kind: str) -> str:
     return f"unknown residual kind {kind!r}; allowed: {', '.join(_KINDS)}{did_you_mean(kind, _KINDS)}"
 
 
-# This project's kinds -----------------------------------------------------------------------------------------------------
+# This project's kinds -------------------------------------------------------------------------------------------------
 
 # Options that several kinds share.
 _ALPHA = Option(

@@ -106,7 +106,7 @@ def _shape_key(config: Config) -> str:
     neutral = configs.to_dict(Config())
     for group, fields in _SHAPELESS.items():
         for field in fields:
-            tree[group][field] = neutral[group][field]
+            tree[group][field] = neutral[group].get(field, configs.default_of(f"{group}.{field}"))
     tree["mesh"] = dataclasses.asdict(MeshConfig())
     return json.dumps(tree)
 

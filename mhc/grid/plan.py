@@ -98,14 +98,14 @@ def load(path: str, arguments: Sequence[str], parser: cli.Parser) -> Plan:
     spelled: dict[str, str] = {}
     for fields in grid.arms:
         try:
-            config = configs.to_dict(_with(tree, fields))
+            config = _with(tree, fields)
         except UserError as error:
             raise UserError(f"grid file {file}: arm {name_of(fields)}: {error}") from None
         for field in fields:
             if any(argument.lstrip("-").partition("=")[0] == f"config.{field}" for argument in arguments):
                 raise UserError(f"--config.{field}: the arms of {file} set this field themselves; change it there")
         # As the config holds them: an int given for a float field is the same arm.
-        exact = {field: config[field.partition(".")[0]][field.partition(".")[2]] for field in fields}
+        exact = {field: configs.value_of(config, field) for field in fields}
         name = name_of(exact)
         # Folders of some file systems do not tell a from A.
         if name.lower() in spelled:
@@ -143,6 +143,8 @@ def _check_source(plan: Plan, arm: str, where: str) -> None:
 
 def _with(base: Mapping[str, Mapping[str, Any]], fields: Arm) -> Config:
     tree = {group: dict(values) for group, values in base.items()}
+    modules = fields.get("residual.module", base.get("residual", {}).get("module"))
+    configs.load_kinds({"residual": {"module": modules}})
     for field, value in fields.items():
         configs.describe(field)
         group, _, leaf = field.partition(".")

@@ -115,7 +115,7 @@ def main(arguments: Sequence[str]) -> int:
     parser = cli.Parser(
         prog="python -m mhc.interop.import_hf",
         description="Make a run folder of a Hugging Face model: config.json and safetensors.",
-        epilog="--config.GROUP.FIELD=VALUE sets a field of the run; configs/default.py lists and explains them.",
+        epilog="--config.GROUP.FIELD=VALUE sets a field of the run; train.py --fields lists and explains them.",
     )
     parser.add_argument("folder", metavar="DIR", help="folder with config.json and (sharded) safetensors")
     parser.add_argument("--workdir", required=True, metavar="DIR", help="folder of the run to make")

@@ -375,7 +375,8 @@ class Attention(nnx.Module):
     def statistics(
         self, x: Float[Array, "B T D"], context: AttentionContext, memory: Memory | None = None
     ) -> tuple[Float[Array, ""], Float[Array, "B H T"]]:
-        """Return (largest attention logit of a visible pair, entropy in nats of each query's weights), for the probes."""
+        """Return (largest attention logit of a visible pair, entropy in nats of each query's weights), for the
+        probes."""
         scores = self.scores(x, context, memory)
         log_weights = jax.nn.log_softmax(scores, axis=-1)
         weights = jnp.exp(log_weights)
@@ -408,7 +409,7 @@ class Attention(nnx.Module):
     def _attend(self, x: jax.Array, context: AttentionContext, memory: Memory) -> tuple[jax.Array, Memory]:
         """Return (the heads' results [B, T, H, J], the memory for the next layer)."""
         q, k, v, memory = self.recall(x, context.positions, context.frequencies, memory)
-        return self._attended(*(kept(part) for part in (q, k, v)), context), memory
+        return self._attended(kept(q), kept(k), kept(v), context), memory
 
     def _attended(self, q: jax.Array, k: jax.Array, v: jax.Array, context: AttentionContext) -> jax.Array:
         impl = choose_implementation(self.config)

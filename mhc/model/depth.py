@@ -1,4 +1,5 @@
-"""How blocks run one after another: scanned or unrolled, recomputed in groups, and in periods where a topology has them."""
+"""How blocks run one after another: scanned or unrolled, recomputed in groups, and in periods where a topology has
+them."""
 
 from __future__ import annotations
 

@@ -123,8 +123,8 @@ class Mlp(nnx.Module):
 class Sublayer(nnx.Module):
     """F of the residual topologies: a core between its own norms, by norm.placement. The streams are never normalised.
 
-    pre: core(norm(u)); post: post_norm(core(u)); sandwich: post_norm(core(norm(u))). ``normed``: u is normalised already, by
-    the topology, and there is no norm before the core. Over a mesh with tensor > 1, norms
+    pre: core(norm(u)); post: post_norm(core(u)); sandwich: post_norm(core(norm(u))). ``normed``: u is normalised
+    already, by the topology, and there is no norm before the core. Over a mesh with tensor > 1, norms
     see u and y split by width, as the streams are; the core is given the whole width and leaves a sum to be taken.
     """
 

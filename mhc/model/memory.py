@@ -1,11 +1,11 @@
 """What attention of one block leaves to that of later blocks, beside the residual stream.
 
-A *memory* is a dict of arrays that travels through depth with the residual's state; it is empty where nobody asks for one.
-Its leaves follow the state rule of ``mhc.residual.protocol``: [B, T, ...], or a scalar. It is made anew in every pass, and
-from the new tokens alone where a cache holds the past.
+A *memory* is a dict of arrays that travels through depth with the residual's state; it is empty where nobody asks for
+one. Its leaves follow the state rule of ``mhc.residual.protocol``: [B, T, ...], or a scalar. It is made anew in every
+pass, and from the new tokens alone where a cache holds the past.
 
-A ``Link`` is what a layer does with it: value residuals and keys shared between layers are one file each, and one row of
-``LINKS``.
+A ``Link`` is what a layer does with it: value residuals and keys shared between layers are one file each, and one row
+of ``LINKS``.
 """
 
 from __future__ import annotations

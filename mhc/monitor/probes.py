@@ -19,6 +19,7 @@ from mhc.residual.functional import composite_gains, composite_maps, single_gain
 from mhc.sharding import jit, replicated, tracing_for
 from mhc.train.checkpoint import LoadedRun
 
+OWN = "residual/"  # what the names of a topology's own measures begin with
 BATCH_FIELDS = ("tokens", "segment_ids", "positions")
 
 
@@ -54,21 +55,25 @@ class _Tokens:
 
 def _observer(tokens: _Tokens) -> Callable[[SublayerView], dict[str, jax.Array]]:
     def observe(view: SublayerView) -> dict[str, jax.Array]:
-        maps = view.connection.maps(view.context)
+        maps, own = view.connection.maps(view.context), view.connection.measures(view.context)
         streams = tokens.zero_padding(view.topology.streams(view.state))  # [B, T, N, D]
         n, d = streams.shape[-2:]
         gram = jnp.einsum("btnd,btmd->nm", streams, streams)
-        out = {
-            "res": maps.res,
-            "maps/pre_mean": tokens.mean(jnp.moveaxis(maps.pre, -1, 0)),
-            "maps/post_mean": tokens.mean(jnp.moveaxis(maps.post, -1, 0)),
+        out = {f"{OWN}{name}": tokens.mean(values.astype(jnp.float32)) for name, values in own.items()}
+        if maps is not None:
+            out |= {
+                "res": maps.res,
+                "maps/pre_mean": tokens.mean(jnp.moveaxis(maps.pre, -1, 0)),
+                "maps/post_mean": tokens.mean(jnp.moveaxis(maps.post, -1, 0)),
+            }
+        out |= {
             "stream/rms": jnp.sqrt(jnp.diagonal(gram) / (tokens.count * d)),
             "stream/effective": participation_ratio(gram),
             "activation/residual_rms": jnp.sqrt(jnp.trace(gram) / (tokens.count * n * d)),
             "activation/sublayer_out_rms": jnp.sqrt(tokens.mean(jnp.mean(jnp.square(view.y.astype(jnp.float32)), -1))),
         }
         if isinstance(view.sublayer.core, Attention):
-            logit_max, entropy = view.sublayer.core.statistics(view.sublayer.before(view.u), *view.args)
+            logit_max, entropy = view.sublayer.core.statistics(view.sublayer.before(view.u), *view.args, view.memory)
             out["activation/attention_logit_max"] = logit_max
             out["activation/attention_entropy"] = jnp.mean(tokens.mean(jnp.moveaxis(entropy, 1, 0)))
         else:  # the end of a block
@@ -110,18 +115,25 @@ def measure(definition: DecoderDefinition, params: Params, batch: dict[str, Any]
     - mix/to_identity_{single,composite}, mix/to_uniform_{single,composite}: Frobenius distance of H_res, and of the
     product
       H_k ... H_0, to I and to J/N, over sqrt(N); mix/frozen: share of entries off the diagonal below 1e-6.
+    - residual/NAME: what the topology's connections measure themselves (``Connection.measures``), token mean.
     - maps/pre_mean, maps/post_mean [S, N]; stream/rms [S, N]; stream/effective: participation ratio of the streams'
     Gram
       matrix, 1 (all alike) to N (orthogonal and equal).
     - activation/{residual,sublayer_out}_rms; activation/attention_{logit_max,entropy} [L], entropy in nats.
     - representation/{rank,mean_cosine} [L]: of the collapsed stream after each block, over tokens.
 
-    Padding tokens count nowhere.
+    A topology without maps of streams (``Connection.maps`` is None) has no gains, errors, distances and maps: they are
+    left out, since 1 would say something. Padding tokens count nowhere.
     """
     decoder = definition.bind(params)
     tokens = _Tokens(batch["segment_ids"])
     _, seen = decoder.hidden(batch["tokens"], batch["segment_ids"], batch["positions"], observe=_observer(tokens))
-    res = seen.pop("res")  # [S, B, T, N, N]
+    res = seen.pop("res", None)
+    return seen if res is None else map_measures(res, tokens) | seen
+
+
+def map_measures(res: jax.Array, tokens: _Tokens) -> dict[str, jax.Array]:
+    """Return gains, errors and distances of the maps H_res [S, B, T, N, N] in depth order; see ``measure``."""
     out: dict[str, jax.Array] = {}
 
     def over_tokens(name: str, values: jax.Array) -> None:
@@ -142,7 +154,7 @@ def measure(definition: DecoderDefinition, params: Params, batch: dict[str, Any]
             out[f"mix/to_{name}_{extent}"] = tokens.mean(distance)
     off_diagonal = (jnp.abs(res) < 1e-6) & (identity == 0)
     out["mix/frozen"] = tokens.mean(jnp.sum(off_diagonal, axis=(-2, -1)) / max(n * (n - 1), 1))
-    return out | seen
+    return out
 
 
 def compile_probe(definition: DecoderDefinition, mesh: Mesh | None = None) -> Any:
@@ -164,7 +176,7 @@ def probe_run(loaded: LoadedRun, sinkhorn: str | None = None) -> dict[str, np.nd
     """
     config, params = loaded.config, loaded.params
     if sinkhorn is not None and sinkhorn != config.residual.sinkhorn:
-        config = dataclasses.replace(config, residual=dataclasses.replace(config.residual, sinkhorn=sinkhorn))
+        config = dataclasses.replace(config, residual=config.residual.changed(sinkhorn=sinkhorn))
         params = transpose_residual_logits(params, config)
     batch = probe_batch(config)
     result = compile_probe(DecoderDefinition(config))(params, batch)

@@ -28,8 +28,7 @@ from mhc.residual.mixing import Mixing, mixing_of
 from mhc.residual.mixing.kronecker import kronecker_mixture
 from mhc.residual.mixing.permutations import permutation_mixture
 from mhc.residual.mixing.sinkhorn import PRESETS as SINKHORN_PRESETS
-from mhc.residual.mixing.sinkhorn import check_preset
-from mhc.residual.mixing.sinkhorn import sinkhorn
+from mhc.residual.mixing.sinkhorn import check_preset, sinkhorn
 
 if TYPE_CHECKING:
     from jax.typing import ArrayLike
@@ -244,7 +243,8 @@ def collapse_head(
 
 
 def single_gains(res: ArrayLike) -> Gains:
-    """Return the gains of each map alone, [..., N, N] -> [...]: max_i |sum_j H[i, j]| forward, max_j |sum_i H[i, j]| backward."""
+    """Return the gains of each map alone, [..., N, N] -> [...]: max_i |sum_j H[i, j]| forward, max_j |sum_i H[i, j]|
+    backward."""
     (res,) = wide(res)
     check_square("res", res.shape)
     return Gains(jnp.max(jnp.abs(jnp.sum(res, -1)), -1), jnp.max(jnp.abs(jnp.sum(res, -2)), -1))

@@ -8,9 +8,9 @@ A decoder does, and knows no more than this:
     h = topology.collapse(topology.settle(state))  once, after the last block
 
 ``state`` is a pytree that only the topology understands: streams, or streams and more. Its structure, shapes and dtypes
-stay the same from sublayer to sublayer, since it is the carry of a scan over depth. **The state rule**: the first axes of
-every leaf are the tokens' (``...`` above), or the leaf is a scalar. A topology that keeps a leaf otherwise says in ``each``
-how it is seen tokens first.
+stay the same from sublayer to sublayer, since it is the carry of a scan over depth. **The state rule**: the first axes
+of every leaf are the tokens' (``...`` above), or the leaf is a scalar. A topology that keeps a leaf otherwise says in
+``each`` how it is seen tokens first.
 """
 
 from __future__ import annotations
@@ -90,8 +90,8 @@ class ResidualTopology(nnx.Module):
 
     n: int  # streams
     owns_norm: ClassVar[bool] = False
-    """Whether ``read`` gives what is normalised already, and ``collapse`` likewise: then a sublayer has no norm before its
-    core, and the decoder no final norm."""
+    """Whether ``read`` gives what is normalised already, and ``collapse`` likewise: then a sublayer has no norm before
+    its core, and the decoder no final norm."""
     period: int | None = None
     """Blocks after which ``hand_on`` is called, so that depth is a scan over groups of so many; None: one scan."""
     runner: ClassVar[type[Runner] | None] = None
@@ -124,8 +124,8 @@ class ResidualTopology(nnx.Module):
     def settle(self, state: State) -> State:
         """Return the state with nothing pending, of the same structure.
 
-        A topology whose ``write`` puts work off until the next ``read`` does it here. A decoder settles a state where it
-        collapses it, shows it to probes or edits it, and where recomputation starts again from it.
+        A topology whose ``write`` puts work off until the next ``read`` does it here. A decoder settles a state where
+        it collapses it, shows it to probes or edits it, and where recomputation starts again from it.
         """
         return state
 
@@ -174,8 +174,8 @@ def register(kind: Kind, builder: Builder) -> None:
         ``sublayers`` (S, the network's depth) and the kind's options that its signature names.
 
     Raises:
-      ValueError: the name is taken, the builder does not take a declared option, or a parameter or an option is declared
-        in another way by another kind.
+      ValueError: the name is taken, the builder does not take a declared option, or a parameter or an option is
+        declared in another way by another kind.
     """
     if kind.name in _REGISTRY or _kinds.known().get(kind.name, kind) != kind:
         raise ValueError(f"residual kind {kind.name!r} is already registered")
@@ -250,15 +250,17 @@ def build(
       ValueError: unknown kind or option, or a number of streams, preset or collapse that it does not have.
     """
     taken, spec = options(kind), _kinds.known()[kind]
+    for field in ("n", "init", "collapse"):
+        words = spec.refusal(field, given.get(field))
+        if words is not None:
+            raise ValueError(f"{field}: given {given[field]!r}, allowed: {words}")
+        if given.get(field) is None and field not in taken:
+            given.pop(field, None)
     for name in given:
         if name not in taken:
             allowed = [option for option in taken if option != "sublayers"]
             raise ValueError(
                 f"kind {kind!r} has no option {name!r}{did_you_mean(name, allowed)}; allowed: {', '.join(allowed)}"
             )
-    for field in ("n", "init", "collapse"):
-        allowed_words = spec.refusal(field, given.get(field))
-        if allowed_words is not None:
-            raise ValueError(f"{field}: given {given[field]!r}, allowed: {allowed_words}")
     depth = {"sublayers": sublayers} if "sublayers" in taken else {}
     return builder(kind)(width, rngs=rngs, **depth, **given)

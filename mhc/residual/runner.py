@@ -1,8 +1,8 @@
 """The numpy form of the topologies, which an exported model carries in its ``model.py``.
 
-``mhc.interop.export`` copies the source of a topology's runner and of what it derives from into that file. So a runner uses
-numpy, ``math``, ``itertools`` and the helpers below, and nothing else. Arrays are float64; B batch, T tokens, N streams, D
-width.
+``mhc.interop.export`` copies the source of a topology's runner and of what it derives from into that file. So a runner
+uses numpy, ``math``, ``itertools`` and the helpers below, and nothing else. Arrays are float64; B batch, T tokens, N
+streams, D width.
 """
 
 import numpy as np

@@ -66,7 +66,8 @@ def map_paths(function: Any, tree: Any) -> Any:
 
 
 def decay_mask(config: Config, params: Params) -> Any:
-    """Return True where weight decay applies: matrices, embeddings, and map parameters that an option of the kind decays."""
+    """Return True where weight decay applies: matrices, embeddings, and map parameters that an option of the kind
+    decays."""
 
     def decays(path: str, _: Any) -> bool:
         declared = kinds.parameter(path)

@@ -260,7 +260,8 @@ class Record:
         validated = [r["val_loss"] for r in metrics if "val_loss" in r]
 
         def peak(direction: str) -> float | None:
-            return max((max(r[f"gain/{direction}_composite_mean"]) for r in probes), default=None)
+            key = f"gain/{direction}_composite_mean"  # not of topologies without maps of streams
+            return max((max(r[key]) for r in probes if key in r), default=None)
 
         def scores(name: str, series: list[float]) -> dict[str, float | None]:
             return {

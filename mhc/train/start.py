@@ -5,7 +5,7 @@ A plain model goes on as one of streams (upcycling) where the new maps begin as 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -22,12 +22,12 @@ from mhc.train.optimizer import make_optimizer
 from mhc.train.step import Trainer, TrainState
 
 
-def preserving(kind: str) -> Mapping[str, Any]:
+def preserving(kind: str) -> dict[str, Any]:
     """Return the fields of config.residual under which a kind, freshly made, computes what the plain residual does.
 
     Empty where the kind is unknown or has no such initial maps.
     """
-    return kinds.known()[kind].preserving if kind in kinds.known() else {}
+    return dict(kinds.known()[kind].preserving) if kind in kinds.known() else {}
 
 
 def check_preserving(residual: ResidualConfig) -> None:
@@ -36,11 +36,13 @@ def check_preserving(residual: ResidualConfig) -> None:
     if not kind.preserving:
         can = ", ".join(name for name in kinds.names() if preserving(name))
         raise UserError(
-            f"residual.kind: given {kind.name!r}, allowed: {can}: it has no initial maps that make it the plain residual"
+            f"residual.kind: given {kind.name!r}, allowed: {can}: it has no initial maps that make it the plain "
+            "residual"
         )
     for name, (given, wanted) in residual.apart_from_plain.items():
         raise UserError(
-            f"residual.{name}: given {given!r}, allowed: {wanted!r} with kind={kind.name}, to compute the source's function"
+            f"residual.{name}: given {given!r}, allowed: {wanted!r} with kind={kind.name}, to compute the source's "
+            "function"
         )
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -16,7 +18,7 @@ from mhc import config as config_lib
 from mhc import kinds, residual, sharding
 from mhc.config import ResidualConfig
 from mhc.errors import UserError
-from mhc.model import decoder
+from mhc.model.block import build_topology
 from mhc.residual import protocol
 from mhc.rng import path_key
 from mhc.train import optimizer
@@ -48,7 +50,7 @@ def test_every_preset_collapse_and_size_builds_and_no_other(kind: kinds.Kind) ->
     has = {"n": kind.streams, "init": kind.inits, "collapse": kind.collapses}
     for field, values in offered.items():
         for value in values:
-            options = {"n": n, field: value}
+            options: dict[str, Any] = {"n": n, field: value}
             if value in has[field]:
                 assert getattr(config(kind.name, **options), field) == value
                 nnx.eval_shape(lambda options=options: residual.build(kind.name, 8, rngs=nnx.Rngs(0), **options))
@@ -74,24 +76,109 @@ def test_a_wrong_size_is_refused_with_the_reason(kind: str, n: int, reason: str)
     assert "\n" not in str(caught.value)
 
 
+OTHER: dict[str, Any] = {
+    "scale": 0.5,
+    "alpha": 0.5,
+    "sinkhorn": "deepseek",
+    "dynamic": False,
+    "tanh": False,
+    "decay_dynamic": True,
+    "iters": 3,
+    "res_gap": 1.0,
+    "rms_eps": 1e-3,
+    "map_eps": 1e-3,
+    "sinkhorn_eps": 1e-3,
+}
+
+
 @by_name
 def test_an_option_is_taken_or_refused_as_declared(kind: kinds.Kind) -> None:
-    other = {"scale": 0.5, "alpha": 0.5, "sinkhorn": "deepseek", "dynamic": False, "tanh": False, "decay_dynamic": True}
+    assert set(OTHER) == {name for own in OWN for name in own.options}
     takes = protocol.options(kind.name)
-    for name, value in other.items():
+    for name, value in OTHER.items():
+        assert kinds.options()[name].default != value
         if name in kind.options:
-            config(kind.name, **{name: value})
-            assert name in takes or name == "decay_dynamic"  # the optimiser's
+            assert getattr(config(kind.name, **{name: value}), name) == value
+            decays = {parameter.decayed_by for parameter in kind.parameters.values()}
+            assert name in takes or name in decays  # the optimiser's
+            continue
+        assert name not in takes
+        if kinds.options()[name].anywhere:  # a base config of several kinds may hold it
+            assert getattr(config(kind.name, **{name: value}), name) == value
+            kept = config_lib.from_config_dict({"residual": config(kind.name, **{name: value}).flat()}).residual
+            assert kept == config(kind.name, **{name: value}) != config(kind.name)
         else:
             with pytest.raises(UserError, match=rf"residual\.{name}: .*it is a choice of "):
                 config(kind.name, **{name: value})
-            assert name not in takes
+            assert config(kind.name, **{name: kinds.options()[name].default}) == config(kind.name)
+
+
+def test_an_unknown_option_is_refused_with_the_nearest() -> None:
+    with pytest.raises(UserError, match=r"residual\.sinkorn: unknown field \(did you mean residual\.sinkhorn\?\)"):
+        config("mhc", sinkorn="paper")
+    with pytest.raises(UserError, match=r"residual\.sinkorn: unknown field"):
+        ResidualConfig(kind="mhc", sinkorn="paper")
+    with pytest.raises(ValueError, match=r"kind 'mhc' has no option 'sinkorn' \(did you mean sinkhorn\?\)"):
+        residual.HyperConnection(8, 0, kind="mhc", rngs=nnx.Rngs(0), sinkorn="paper")
+    with pytest.raises(ValueError, match=r"kind 'plain' has no option 'iters'; allowed: n, collapse, scale"):
+        residual.build("plain", 8, rngs=nnx.Rngs(0), iters=3)
+    with pytest.raises(ValueError, match=r"unknown residual kind 'mch'; .*\(did you mean mhc\?\)"):
+        residual.build("mch", 8, rngs=nnx.Rngs(0))
+
+
+def test_a_config_is_one_value_however_it_is_made_or_sent() -> None:
+    made = ResidualConfig(kind="plain", scale=0.5, iters=3, rms_eps=1e-3)
+    assert made == ResidualConfig(kind="plain", rms_eps=1e-3, iters=3, scale=0.5)
+    assert hash(made) == hash(pickle.loads(pickle.dumps(made)))
+    assert made == pickle.loads(pickle.dumps(made)) == copy.deepcopy(made) == dataclasses.replace(made)
+    assert made.flat() == {
+        **{"kind": "plain", "n": None, "init": None, "collapse": None},
+        **{"scale": 0.5, "iters": 3, "rms_eps": 1e-3},
+    }
+    with pytest.raises(AttributeError, match="no residual kind has an option 'speed'"):
+        _ = made.speed
+
+
+@pytest.mark.parametrize(("streams", "n"), [((16,), 16), ((1,), 1), ((2, 8), 2), ((8, 16), 8), (tuple(range(1, 9)), 4)])
+def test_a_kind_has_a_default_number_of_streams(streams: tuple[int, ...], n: int) -> None:
+    assert kinds.Kind("some", streams=streams).default_streams == n
+    assert kinds.Kind("some", streams=streams, default_n=streams[-1]).default_streams == streams[-1]
+
+
+@pytest.mark.parametrize(
+    ("kind", "why"),
+    [
+        (kinds.Kind("some", streams=(2, 4), default_n=3), "default_n=3 is not among its streams"),
+        (kinds.Kind("some", streams=()), "is not among its streams"),
+        (kinds.Kind("some", options={"init": kinds.Option("a preset", default="a")}), "every kind has a field"),
+        (kinds.Kind("some", options={"iters": kinds.Option("rounds", default=3)}), "declared in another way"),
+        (
+            kinds.Kind("some", parameters={"turn": kinds.Parameter(("maps",), decayed_by="x")}),
+            "no option 'x' decays it",
+        ),
+        (kinds.Kind("some", preserving={"speed": 1}), "preserving names 'speed'"),
+    ],
+)
+def test_a_kind_that_contradicts_itself_or_others_is_refused(kind: kinds.Kind, why: str) -> None:
+    before = kinds.names()
+    with pytest.raises(ValueError, match=why):
+        kinds.declare(kind)
+    assert kinds.names() == before
+    with pytest.raises(ValueError, match="needs a type"):
+        kinds.Option("none of any type")
+
+
+@by_name
+def test_what_preserves_a_function_is_a_config_of_the_kind(kind: kinds.Kind) -> None:
+    made = config(kind.name, **kind.preserving)
+    assert not made.apart_from_plain
+    assert made.is_plain == (kind.name == "plain")
 
 
 @by_name
 def test_every_parameter_is_declared_with_its_axes(kind: kinds.Kind) -> None:
     def make() -> list[nnx.Module]:
-        options = {"collapse": "head"} if "head" in kind.collapses else {}
+        options: dict[str, Any] = {"collapse": "head"} if "head" in kind.collapses else {}
         topology = residual.build(kind.name, 8, rngs=nnx.Rngs(0), **options)
         return [topology, topology.connection(0, rngs=nnx.Rngs(0))]
 
@@ -107,36 +194,35 @@ def test_every_parameter_is_declared_with_its_axes(kind: kinds.Kind) -> None:
 @by_name
 def test_every_field_reaches_the_topology(kind: kinds.Kind, monkeypatch: pytest.MonkeyPatch) -> None:
     """A module class shows the signature (*args, **kwargs): options once went missing there without a word."""
-    fields = {field.name for field in dataclasses.fields(ResidualConfig)} - {"kind", "decay_dynamic"}
     given: dict[str, object] = {}
     monkeypatch.setattr(residual, "build", lambda name, width, *, rngs, **options: given.update(options))
-    decoder.build_topology(ResidualConfig(kind=kind.name), 8, path_key(jax.random.key(0)))
-    shared, manifold = {"n", "collapse"}, {"init", "alpha", "rms_eps", "map_eps"}
-    expected = {
-        "plain": shared | {"scale"},
-        "hc": shared | manifold | {"dynamic", "tanh"},
-    }.get(kind.name, shared | manifold | {"res_gap", "sinkhorn", "iters", "sinkhorn_eps"})
-    assert set(given) == expected <= fields
+    whole = config_lib.from_config_dict({"residual": {"kind": kind.name}, "model": {"layers": 7}})
+    build_topology(whole, path_key(jax.random.key(0)))
+    assert given["sublayers"] == 14
+    presets = {"init"} if kind.inits else set()
+    assert set(given) == {"n", "collapse", "sublayers"} | presets | set(kind.options) - {"decay_dynamic"}
 
 
 def test_options_of_the_configuration_change_the_topology() -> None:
     def topology(kind: str, **fields: object) -> Any:
-        return nnx.eval_shape(lambda: decoder.build_topology(config(kind, **fields), 8, path_key(jax.random.key(0))))
+        whole = config_lib.from_config_dict({"residual": {"kind": kind, **fields}, "model": {"width": 8}})
+        return nnx.eval_shape(lambda: build_topology(whole, path_key(jax.random.key(0))))
 
     assert topology("plain", scale=0.5).scale == 0.5
     assert topology("hc", n=3, tanh=False).n == 3
     assert not topology("hc", tanh=False).tanh
     made = topology("mhc", n=2, init="v4", sinkhorn="deepseek", iters=7, alpha=0.3, collapse="sum", res_gap=1.0)
-    assert (made.n, made.init, made.preset, made.iters, made.alpha) == (2, "v4", "deepseek", 7, 0.3)
+    assert (made.n, made.init, made.preset, made.mixing.iters, made.alpha) == (2, "v4", "deepseek", 7, 0.3)
     assert (made.mode, made.res_gap) == ("sum", 1.0)
 
 
-def test_a_builder_that_hides_its_options_is_refused() -> None:
-    def hides(width: int, *, rngs: object, **options: object) -> None: ...
+def test_a_builder_that_does_not_take_a_declared_option_is_refused() -> None:
+    def deaf(width: int, *, rngs: object, n: int | None = None) -> None: ...
 
-    with pytest.raises(ValueError, match="must name its options"):
-        residual.register(kinds.Kind("hides"), hides)  # type: ignore[arg-type]
-    assert "hides" not in kinds.names()
+    kind = kinds.Kind("deaf", options={"speed": kinds.Option("how fast", default=1.0)})
+    with pytest.raises(ValueError, match="option 'speed' of kind 'deaf': its builder does not take it"):
+        residual.register(kind, deaf)  # type: ignore[arg-type]
+    assert "deaf" not in kinds.names() and "speed" not in kinds.options()
 
 
 def test_an_undeclared_parameter_is_an_error() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import subprocess
 import sys
@@ -9,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -19,8 +21,10 @@ from mhc import interop, kinds
 from mhc.config import Config, to_json
 from mhc.data.tokenizers import ByteTokenizer, JsonTokenizer
 from mhc.errors import UserError
-from mhc.interop import HfFolder, export, hf, standalone
+from mhc.interop import HfFolder, export, hf
+from mhc.model.block import build_topology
 from mhc.model.decoder import DecoderDefinition, Params
+from mhc.rng import path_key
 from mhc.train.checkpoint import load_run
 from tests import small_runs
 from tests.interop.models import GOLDEN, run_of
@@ -39,7 +43,17 @@ def exported(config: Config, params: Params, folder: Path, shard: int = export.S
 
     export.write_weights(folder, {name: shape for name, (_, _, shape) in places.items()}, tensor, {}, shard)
     (folder / "config.json").write_text(json.dumps({"model": export.function_fields(config)}))
+    (folder / "model.py").write_text(export.model_file(config))
     return folder
+
+
+def load(folder: Path) -> Any:
+    """Load an exported model by its own model.py."""
+    spec = importlib.util.spec_from_file_location("exported_model", folder / "model.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.load(folder)
 
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -112,11 +126,11 @@ def test_the_short_file_gives_the_model_s_logits(case: str, tmp_path: Path) -> N
     # Unbounded maps at random are no model that float32 can compute to 1e-5: they begin closer to 0.
     params = random_params(config, std=0.1 if case == "hc without tanh" else 0.3)
     logits = DecoderDefinition(config).bind(params)(jnp.asarray(TOKENS))
-    assert relative_error(standalone.load(exported(config, params, tmp_path))(TOKENS), logits) < 1e-5
+    assert relative_error(load(exported(config, params, tmp_path))(TOKENS), logits) < 1e-5
 
 
 def test_every_residual_of_this_project_is_known() -> None:
-    assert set(export.KINDS) == set(kinds.names()) == {kind for kind, _ in CASES.values()}
+    assert set(kinds.names()) == {kind for kind, _ in CASES.values()}
 
 
 def test_shards_are_read_like_one_file(tmp_path: Path) -> None:
@@ -124,19 +138,27 @@ def test_shards_are_read_like_one_file(tmp_path: Path) -> None:
     params = random_params(config)
     for name in ("one", "many"):
         (tmp_path / name).mkdir()
-    one = standalone.load(exported(config, params, tmp_path / "one"))
-    many = standalone.load(exported(config, params, tmp_path / "many", shard=2000))
+    one = load(exported(config, params, tmp_path / "one"))
+    many = load(exported(config, params, tmp_path / "many", shard=2000))
     assert len(list((tmp_path / "many").glob("*.safetensors"))) > 3
     assert one.tensors.keys() == many.tensors.keys()
     for name, tensor in one.tensors.items():
         np.testing.assert_array_equal(tensor, many.tensors[name])
 
 
-def test_the_short_file_needs_numpy_alone() -> None:
-    source = Path(standalone.__file__).read_text()
+@pytest.mark.parametrize("kind", kinds.names())
+def test_the_short_file_needs_numpy_alone(kind: str) -> None:
+    """It holds the numpy form of its own residual and of no other."""
+    source = export.model_file(small(kind))
     imports = {line.split()[1].split(".")[0] for line in source.splitlines() if line.startswith(("import ", "from "))}
     assert imports <= set(sys.stdlib_module_names) | {"numpy"}
     assert len(source.splitlines()) < 400
+    forms = {build_topology(small(name), path_key(jax.random.key(0))).numpy_form() for name in kinds.names()}
+    own = build_topology(small(kind), path_key(jax.random.key(0))).numpy_form()
+    assert own is not None
+    for form in forms:
+        assert form is not None
+        assert (f"class {form.__name__}(" in source) == issubclass(own, form), form
 
 
 # Whole runs -----------------------------------------------------------------------------------------------------------
@@ -221,7 +243,7 @@ def test_a_plain_run_is_written_in_the_names_of_its_family(tmp_path: Path) -> No
     card = (folder / "README.md").read_text()
     assert "the family llama" in card and "No step was trained" in card
     ours = export.export(run, tmp_path / "ours", names="ours")
-    assert relative_error(standalone.load(ours)(TOKENS), load_run(run).decoder()(tokens)) < 1e-5
+    assert relative_error(load(ours)(TOKENS), load_run(run).decoder()(tokens)) < 1e-5
 
 
 @pytest.mark.slow

@@ -12,10 +12,21 @@ import pytest
 
 from mhc.config import Config
 from mhc.model.attention import Attention, attention_context, make_attention
+from mhc.model.block import Carry, build_topology
 from mhc.model.decoder import STACKS, SublayerView
 from mhc.model.edits import Edits
 from mhc.rng import path_key
-from tests.small import LENGTH, VOCAB, definition, packed, random_params, relative_error, small, with_fields
+from tests.small import (
+    LENGTH,
+    VOCAB,
+    assert_identical,
+    definition,
+    packed,
+    random_params,
+    relative_error,
+    small,
+    with_fields,
+)
 
 # Pairwise: the kind of residual, of heads, of feed-forward, of norm; scanned, unrolled, in groups of remat.
 CONFIGS = {
@@ -132,7 +143,9 @@ def test_neutral_edits_change_no_bit_and_layers_have_their_own(dtype):
     np.testing.assert_array_equal(some.output_scale, [[2, 3], [4, 5]])
     assert some.head_scale is None
     none = Edits(state_patch=jnp.zeros((2, 3), bool))
-    np.testing.assert_array_equal(none.state({"streams": heads})["streams"], heads)
+    topology = build_topology(small(), path_key(jax.random.key(0)))
+    carry = Carry({"streams": heads, "sublayer": jnp.int32(3)}, {"values": heads, "layer": jnp.int32(1)})
+    assert_identical(none.begin(carry, topology), carry)
 
 
 @pytest.mark.parametrize("name", [one for one in SOME if CONFIGS[str(one.values[0])].residual.kind == "plain"])

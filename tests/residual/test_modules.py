@@ -72,7 +72,9 @@ def test_a_connection_gives_the_golden_step(name: str) -> None:
             u, context = connection.read(x)
             following = connection.write(x, y, context)
             total = jnp.sum(w[0] * u) + jnp.sum(w[1] * following)
-            return total, {"u": u, "next": following, **connection.maps(context)._asdict()}
+            maps = connection.maps(context)
+            assert maps is not None
+            return total, {"u": u, "next": following, **maps._asdict()}
 
         run = jax.jit(jax.grad(objective, argnums=(0, 1, 2), has_aux=True))
         (dx, dy, dp), values = run(x, y, params)
@@ -91,6 +93,7 @@ def test_hc_with_and_without_tanh(tanh: bool) -> None:
     x = jnp.asarray(np.random.default_rng(1).normal(size=(5, 3, 6)), jnp.float32)
     connection = bound(graph, state, params)
     maps = connection.maps(connection.read(x)[1])
+    assert maps is not None
     for actual, expected in zip(maps, F.hc_maps(x, params, tanh=tanh), strict=True):
         np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-6)
 
@@ -103,7 +106,9 @@ def test_the_plain_residual_scales_the_stream(scale: float) -> None:
     np.testing.assert_allclose(connection(h, lambda u: y), scale * h + y, rtol=1e-6)
     u, context = connection.read(h)
     np.testing.assert_array_equal(u, h)
-    assert float(connection.maps(context).res.max()) == scale
+    maps = connection.maps(context)
+    assert maps is not None
+    assert float(maps.res.max()) == scale
 
 
 @pytest.mark.parametrize("kind", ["hc", "mhc", "mhc_lite", "kromhc"])

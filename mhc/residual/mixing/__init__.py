@@ -1,7 +1,7 @@
 """How the relatives of mhc make H_res of a token's residual logits: one way a file.
 
-Reads, writes and gates of all of them are alike (``mhc.residual.manifold``). A ``Mixing`` says how many residual logits a
-token has, what bias they start from, and what H_res they give.
+Reads, writes and gates of all of them are alike (``mhc.residual.manifold``). A ``Mixing`` says how many residual logits
+a token has, what bias they start from, and what H_res they give.
 """
 
 from __future__ import annotations
@@ -20,15 +20,16 @@ from mhc.residual.runner import ManifoldRunner
 class Mixing:
     """H_res [N, N] of a token from its R residual logits.
 
-    A subclass is a frozen dataclass. Its fields are options of its kind (fields of ``residual.*``) or ``sublayers``, the
-    S of the network; the topology hands it those that it names.
+    A subclass is a frozen dataclass. Its fields are options of its kind (fields of ``residual.*``) or ``sublayers``,
+    the S of the network; the topology hands it those that it names.
     """
 
     runner: ClassVar[type[ManifoldRunner] | None] = None
     """The same in numpy, for exported models; None: they are refused."""
 
     def logits(self, n: int) -> int:
-        """Return R, the number of residual logits of a token with N streams. Raises ValueError where N does not exist."""
+        """Return R, the number of residual logits of a token with N streams. Raises ValueError where N does not
+        exist."""
         raise NotImplementedError
 
     def initial(self, n: int, gap: float) -> jax.Array:
@@ -36,7 +37,8 @@ class Mixing:
         raise NotImplementedError
 
     def reference(self, logits: jax.Array, n: int) -> jax.Array:
-        """Return H_res [..., N, N] of logits [..., R], in the dtype of the logits: the mathematics, as it is written."""
+        """Return H_res [..., N, N] of logits [..., R], in the dtype of the logits: the mathematics, as it is
+        written."""
         raise NotImplementedError
 
     def __call__(self, logits: jax.Array, n: int) -> jax.Array | None:
