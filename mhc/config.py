@@ -338,7 +338,11 @@ class ResidualConfig(_Group, group="residual"):
         for name, value in fields.items():
             rule = type(self).__dataclass_fields__[name].metadata["rule"]
             object.__setattr__(self, name, rule.check(f"residual.{name}", hints[name], value))
-        object.__setattr__(self, "options", _kind_options(kinds.known()[self.kind], dict(options) | named))
+        for name in ("n", "init", "collapse"):
+            allowed = self.spec.refusal(name, getattr(self, name))
+            if allowed is not None:
+                refuse(f"residual.{name}", getattr(self, name), allowed)
+        object.__setattr__(self, "options", _kind_options(self.spec, dict(options) | named))
 
     def __post_init__(self) -> None:
         """Do nothing: ``__init__`` has checked every field."""
@@ -870,14 +874,9 @@ def _check_norm(norm: NormConfig) -> None:
 
 
 def _check_residual(config: Config) -> None:
-    residual, kind = config.residual, config.residual.spec
-    for name in ("n", "init", "collapse"):
-        value = getattr(residual, name)
-        allowed = kind.refusal(name, value)
-        if allowed is not None:
-            refuse(f"residual.{name}", value, allowed)
-    if kind.check is not None:
-        kind.check(config)
+    check = config.residual.spec.check
+    if check is not None:
+        check(config)
 
 
 def _check_schedule(config: Config) -> None:

@@ -45,8 +45,8 @@ FLOORS = {
 # mhc.residual and mhc.kernels are used as a library in other people's models.
 LIBRARY = ("mhc.residual", "mhc.kernels", "mhc.rng", "mhc.kinds", "mhc.rules", "mhc.errors")
 LIBRARY_NEEDS = {"jax", "flax", "numpy"}  # numpy comes with jax
-# functional.py and what it is made of are the bottom of the house, though they lie in the residual's folder: kernels are
-# checked against them.
+# functional.py and what it is made of are the bottom of the house, though they lie in the residual's folder: kernels
+# are # checked against them.
 FLOORS |= {f"mhc.residual.{name}": 2 for name in ("functional", "arrays", "runner", "mixing")}
 
 

@@ -73,7 +73,8 @@ def _observer(tokens: _Tokens) -> Callable[[SublayerView], dict[str, jax.Array]]
             "activation/sublayer_out_rms": jnp.sqrt(tokens.mean(jnp.mean(jnp.square(view.y.astype(jnp.float32)), -1))),
         }
         if isinstance(view.sublayer.core, Attention):
-            logit_max, entropy = view.sublayer.core.statistics(view.sublayer.before(view.u), *view.args, view.memory)
+            (context,) = view.args
+            logit_max, entropy = view.sublayer.core.statistics(view.sublayer.before(view.u), context, view.memory)
             out["activation/attention_logit_max"] = logit_max
             out["activation/attention_entropy"] = jnp.mean(tokens.mean(jnp.moveaxis(entropy, 1, 0)))
         else:  # the end of a block

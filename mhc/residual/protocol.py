@@ -225,7 +225,7 @@ def _taken(builder: Builder, kind: Kind) -> tuple[str, ...]:
     parameters = inspect.signature(described).parameters
     rest = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     named = [name for name in parameters if name not in bound]
-    return tuple(name for name in (*_GIVEN, *kind.options) if name in named or (rest and name in kind.options))
+    return tuple(name for name in (*_GIVEN, *kind.options) if rest or name in named)
 
 
 def options(kind: str) -> tuple[str, ...]:

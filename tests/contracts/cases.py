@@ -10,7 +10,7 @@ import pytest
 from mhc import kinds
 from tests.contracts import topologies
 
-SIZES = (1, 2, 3, 4, 8)
+SIZES = (1, 2, 3, 4, 8, 16)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +40,12 @@ class Group:
 
     @property
     def doubly_stochastic(self) -> bool:
-        return self.kind not in ("plain", "hc")
+        return bool(self.spec.mixing) or self.kind in topologies.DOUBLY_STOCHASTIC
+
+    @property
+    def has_maps(self) -> bool:
+        """Whether its connections have maps between streams."""
+        return self.kind not in topologies.WITHOUT_MAPS
 
     @property
     def tolerance(self) -> float:
@@ -58,7 +63,7 @@ class Case:
 
 
 def specs() -> dict[str, kinds.Kind]:
-    """Every kind: those of the registry and the two that tests register."""
+    """Every kind: those of the registry and those that tests register."""
     return {**kinds.known(), **{name: kind for name, (kind, _) in topologies.BUILDERS.items()}}
 
 

@@ -8,11 +8,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 from mhc import kinds, residual
 from mhc.kinds import Parameter
 from mhc.rng import PathKey
 from tests.contracts.cases import Group, every_group, groups
+from tests.contracts.topologies import WITHOUT_MAPS
 from tests.contracts.towers import DEEP, SHALLOW, STEPS, TOKENS, WIDTH, Tower, tower
 
 EQUAL_TO_PLAIN = {"hc", "equivalent"}
@@ -45,7 +47,8 @@ def entries(group: Group, grads: dict[str, Any]) -> dict[str, np.ndarray]:
 def test_initial_parameters(group: Group) -> None:
     """As declared, stacked over sublayers, float32, whatever the preset."""
     maps, declared = tower(group).initial["maps"], group.spec.parameters
-    assert set(maps) == set(declared)
+    of_topology = nnx.to_pure_dict(nnx.state(tower(group).topology))
+    assert set(maps) | set(of_topology) == set(declared)
     for name, leaf in maps.items():
         assert leaf.dtype == jnp.float32
         assert leaf.shape[:2] == (len(group.inits), DEEP)
@@ -67,10 +70,14 @@ def test_shapes_dtypes_and_finite_values(group: Group) -> None:
         assert run.out.shape == (*lead, WIDTH)
         assert run.streams.shape == (presets, *TOKENS, group.n, WIDTH)
         assert run.out.dtype == run.streams.dtype == dtype
-        assert run.maps.pre.shape == run.maps.post.shape == (*lead, group.n)
-        assert run.maps.res.shape == (*lead, group.n, group.n)
-        assert {leaf.dtype for leaf in run.maps} == {jnp.dtype("float32")}
-        for leaf in (run.out, run.streams, *run.maps):
+        assert (run.maps is not None) == group.has_maps
+        if run.maps is not None:
+            assert run.maps.pre.shape == run.maps.post.shape == (*lead, group.n)
+            assert run.maps.res.shape == (*lead, group.n, group.n)
+            assert {leaf.dtype for leaf in run.maps} == {jnp.dtype("float32")}
+        assert run.maps is not None or run.measures
+        assert {leaf.shape for leaf in run.measures.values()} <= {lead}
+        for leaf in (run.out, run.streams, *jax.tree.leaves((run.maps, run.measures))):
             assert np.isfinite(np.asarray(leaf, np.float32)).all()
 
 
@@ -84,9 +91,11 @@ def test_a_scan_over_sublayers_equals_calling_them(group: Group) -> None:
 def test_maps_are_where_they_must_be(group: Group) -> None:
     """H_res doubly stochastic, 0 < pre <= 1 and 0 < post < 2 for what is constrained, along the whole tower."""
     if not group.doubly_stochastic:
-        assert group.kind in ("plain", "hc")
+        assert group.kind in ("plain", "hc", *WITHOUT_MAPS)
         return
-    pre, post, res = (np.asarray(leaf, np.float64) for leaf in tower(group).forward[0].maps)
+    maps = tower(group).forward[0].maps
+    assert maps is not None
+    pre, post, res = (np.asarray(leaf, np.float64) for leaf in maps)
     exact = 1e-5 if group.sinkhorn == "deepseek" else 1e-6
     assert (res >= 0).all()
     assert np.abs(res.sum(-1) - 1).max() <= exact  # the marginal normalised last, under both presets
@@ -135,7 +144,7 @@ def test_the_residual_map_of_sublayer_0_is_inert(group: Group) -> None:
     Adam moves it all the same, and it is left in the update: a random walk of a map that changes no number downstream
     costs nothing, and an optimiser that knows about sublayer 0 would. Reports mark sublayer 0.
     """
-    if group.n == 1 or group.kind in ("plain", "hc", "identity"):
+    if group.n == 1 or not group.doubly_stochastic or group.kind == "identity":
         return
     for p, init in enumerate(group.inits):
         grads = np.asarray(tower(group).history.grads["maps"]["bias"][p, 0])

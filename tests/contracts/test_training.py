@@ -163,7 +163,8 @@ def test_the_decoder_starts_as_plain_where_it_must(case: Case) -> None:
 def deep(group: Group) -> tuple[Trainer, Callable[[Params], jax.Array]]:
     """(Adam at 1e-3 on as many sublayers as the largest N, the streams after the last of them)."""
     adam = {"name": "adamw", "lr": 1e-3, "weight_decay": 0.0}
-    made, batch = trainer(config_of(group, optimizer=adam, model={"layers": 4})), packed(8)
+    layers = max(4, -(-group.n // 2))  # two sublayers a block
+    made, batch = trainer(config_of(group, optimizer=adam, model={"layers": layers})), packed(8)
 
     def last(view: SublayerView) -> dict[str, jax.Array]:
         return {"streams": view.topology.streams(view.state)}

@@ -16,6 +16,7 @@ import optax
 from flax import nnx
 
 from mhc import residual
+from mhc.model import depth
 from mhc.residual import ResidualTopology
 from mhc.rng import PathKey
 from tests.contracts.cases import Group
@@ -28,12 +29,19 @@ STEPS = 10
 Params = dict[str, Any]  # {"maps": [P, S, ...] by name, "w": [P, S, D, D]}
 
 
+class Whole(NamedTuple):
+    """What flows from block to block."""
+
+    state: Any
+
+
 class Forward(NamedTuple):
     """What DEEP sublayers give, per preset [P, ...]."""
 
     out: jax.Array  # [P, DEEP, *TOKENS, D]: the state after each sublayer, collapsed
     streams: jax.Array  # [P, *TOKENS, N, D] at the end
-    maps: residual.Maps  # [P, DEEP, *TOKENS, ...]
+    maps: residual.Maps | None  # [P, DEEP, *TOKENS, ...]
+    measures: dict[str, jax.Array]  # [P, DEEP, *TOKENS]: the topology's own
 
 
 class History(NamedTuple):
@@ -56,7 +64,7 @@ class Tower:
 
     def build(self, init: str | None) -> ResidualTopology:
         options = self.group.options | ({"init": init} if init else {})
-        return residual.build(self.group.kind, WIDTH, rngs=PathKey(jax.random.key(0)), **options)
+        return residual.build(self.group.kind, WIDTH, rngs=PathKey(jax.random.key(0)), sublayers=DEEP, **options)
 
     def maps(self, init: str | None) -> Params:
         """Initial map parameters of a preset, [DEEP, ...]."""
@@ -82,26 +90,41 @@ class Tower:
         nnx.replace_by_pure_dict(state, params)
         return nnx.merge(self._graph, state)
 
-    def sublayer(self, state: Any, one: Params, scale: float) -> tuple[Any, tuple[jax.Array, residual.Maps]]:
-        """(next state, (what it collapses to, maps)) of one sublayer with its parameters."""
+    def sublayer(self, state: Any, one: Params, scale: float) -> tuple[Any, Any]:
+        """(next state, (what it collapses to, maps, own measures)) of one sublayer with its parameters."""
         connection = self.connection(one["maps"])
         u, context = connection.read(state)
         state = connection.write(state, feed_forward(u, one["w"], scale), context)
-        return state, (self.topology.collapse(state), connection.maps(context))
+        collapsed = self.topology.collapse(self.topology.settle(state))
+        return state, (collapsed, connection.maps(context), connection.measures(context))
 
     def run(self, params: Params, h: jax.Array) -> Forward:
-        """From h [*TOKENS, D] through as many sublayers as ``params`` [S, ...] has."""
+        """From h [*TOKENS, D] through as many sublayers as ``params`` [S, ...] has, two a block."""
         scale = scale_of(params["w"].shape[0])
         step = functools.partial(self.sublayer, scale=scale)
-        state, (out, maps) = jax.lax.scan(step, self.topology.expand(h), params)
-        return Forward(out, self.topology.streams(state), maps)
+        if self.topology.period is None:
+            state, (out, maps, measures) = jax.lax.scan(step, self.topology.expand(h), params)
+        else:
+
+            def block(carry: Whole, two: Params) -> tuple[Whole, Any]:
+                state, seen = jax.lax.scan(step, carry.state, two)
+                return Whole(state), seen
+
+            blocks = jax.tree.map(lambda leaf: leaf.reshape(-1, 2, *leaf.shape[1:]), params)
+            begin = Whole(self.topology.expand(h))
+            end, seen = depth.through(self.topology, depth.scanned, block, begin, blocks, first=0, scan=True)
+            state, (out, maps, measures) = (
+                end.state,
+                jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), seen),
+            )
+        return Forward(out, self.topology.streams(self.topology.settle(state)), maps, measures)
 
     def unrolled(self, params: Params) -> jax.Array:
         """[2, *TOKENS, D]: what the state collapses to after each of the first two sublayers, without a scan."""
         state, out = self.topology.expand(inputs()), []
         for k in range(2):
             one = jax.tree.map(lambda leaf, k=k: leaf[k], params)
-            state, (collapsed, _) = self.sublayer(state, one, scale_of(DEEP))
+            state, (collapsed, _, _) = self.sublayer(state, one, scale_of(DEEP))
             out.append(collapsed)
         return jnp.stack(out)
 
@@ -115,8 +138,8 @@ class Tower:
         return jax.jit(lambda params: jax.lax.map(both, params))(self.initial)
 
     def loss(self, params: Params) -> tuple[jax.Array, jax.Array]:
-        out, streams, _ = self.run(params, inputs())
-        return jnp.mean((out[-1] - targets()) ** 2), streams
+        made = self.run(params, inputs())
+        return jnp.mean((made.out[-1] - targets()) ** 2), made.streams
 
     @functools.cached_property
     def train(self) -> Any:
@@ -136,7 +159,8 @@ class Tower:
 
     @functools.cached_property
     def history(self) -> History:
-        return self.train(jax.tree.map(lambda leaf: leaf[:, :SHALLOW], self.initial))
+        sublayers = max(SHALLOW, self.group.n)  # streams come apart where each is some sublayer's home
+        return self.train(jax.tree.map(lambda leaf: leaf[:, :sublayers], self.initial))
 
 
 def scale_of(sublayers: int) -> float:
