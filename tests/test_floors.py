@@ -40,6 +40,7 @@ FLOORS = {
     "tpu": 7,
     "bench": 7,
     "configs": 7,
+    "tools": 8,
     "train": 8,
 }
 # mhc.residual and mhc.kernels are used as a library in other people's models.
@@ -63,7 +64,7 @@ def floor(module: str) -> int | None:
 def modules() -> list[tuple[str, Path]]:
     """Every module of the project with its file."""
     files = [ROOT / "train.py"]
-    for top in ("mhc", "eval", "tpu", "bench", "configs"):
+    for top in ("mhc", "eval", "tpu", "bench", "configs", "tools"):
         files += sorted((ROOT / top).rglob("*.py"))
     named = ((file.relative_to(ROOT).with_suffix("").parts, file) for file in files)
     return [(".".join(parts).removesuffix(".__init__"), file) for parts, file in named]

@@ -1,0 +1,1 @@
+"""Programs for people who change this project; none is needed to use it."""
