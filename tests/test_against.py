@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import concurrent.futures
+import os
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +15,7 @@ import numpy as np
 import pytest
 
 from tools import against
-from tools.against import COMMIT, Failed, costlier, cut, differing, numbers
+from tools.against import COMMIT, Children, Failed, costlier, cut, differing, numbers
 
 ROOT = Path(__file__).parents[1]
 
@@ -90,7 +93,21 @@ def test_a_run_is_cut_to_its_half(tmp_path: Path) -> None:
 def test_a_child_that_would_import_other_code_says_so(tmp_path: Path) -> None:
     """A folder without mhc: what is imported is the installed one."""
     with pytest.raises(Failed, match=r"mhc was imported from .*, not from|No module named 'mhc'"):
-        against.Side(tmp_path, tmp_path / "caches").child({"do": "cost", "configs": {}})
+        against.Side(tmp_path, tmp_path / "caches", Children()).child({"do": "cost", "configs": {}})
+
+
+def test_no_child_goes_on_when_the_comparison_is_left(tmp_path: Path) -> None:
+    """One that runs is ended, as soon as it says that it does; none begins after it."""
+    children, began = Children(), tmp_path / "began"
+    os.mkfifo(began)
+    forever = [sys.executable, "-c", f"open({str(began)!r}, 'w').close(); import signal; signal.pause()"]
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        running = pool.submit(children.run, forever, tmp_path, os.environ)
+        began.read_bytes()  # until the child has opened it
+        children.end()
+        assert running.result(timeout=60)[0] == -signal.SIGKILL
+    with pytest.raises(Failed, match="interrupted"):
+        children.run(forever, tmp_path, os.environ)
 
 
 def test_what_cannot_be_compared_is_said_in_a_line(capsys: pytest.CaptureFixture[str]) -> None:

@@ -25,10 +25,12 @@ import math
 import os
 import random
 import shutil
+import signal
 import struct
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -162,11 +164,11 @@ def record(run: Path, steps: int) -> dict[str, Any]:
     if not last.is_dir():
         raise Failed(f"{run}: it has no checkpoint of step {steps}")
     logs["events"] = [line for line in logs["events"] if line["event"] != "resume"]
-    return {
-        "checkpoint": checkpoint_arrays(last),
-        "host": json.loads((last / "host" / "metadata").read_text()),
+    return {  # in the order in which differences are listed: the first step that differs tells most
         **logs,
         "summary": json.loads((run / "summary.json").read_text()),
+        "host": json.loads((last / "host" / "metadata").read_text()),
+        "checkpoint": checkpoint_arrays(last),
     }
 
 
@@ -191,11 +193,42 @@ def cut(run: Path, target: Path, step: int) -> None:
 # Both codes -----------------------------------------------------------------------------------------------------------
 
 
+class Children:
+    """The processes that run, so that none goes on when the comparison is left."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._running: set[subprocess.Popen[str]] = set()
+        self._ended = False
+
+    def run(self, command: Sequence[str], folder: Path, environment: Mapping[str, str]) -> tuple[int, str, str]:
+        """Return (exit code, stdout, stderr). Raises Failed after `end`."""
+        with self._lock:
+            if self._ended:
+                raise Failed("interrupted")
+            pipe = subprocess.PIPE
+            process = subprocess.Popen(command, cwd=folder, env=environment, stdout=pipe, stderr=pipe, text=True)
+            self._running.add(process)
+        with process:
+            out, err = process.communicate()
+        with self._lock:
+            self._running.discard(process)
+        return process.returncode, out, err
+
+    def end(self) -> None:
+        """End those that run; none begins after it."""
+        with self._lock:
+            self._ended = True
+            for process in self._running:
+                process.kill()
+
+
 class Side(NamedTuple):
     """A code, and what its processes may use."""
 
     root: Path  # holds mhc, configs and train.py
     caches: Path
+    children: Children
 
     def child(self, job: Mapping[str, Any]) -> str:
         """Run a job of `tools.against_child` and return its stdout. Raises Failed with the end of what it said."""
@@ -205,21 +238,17 @@ class Side(NamedTuple):
             "PYTHONDONTWRITEBYTECODE": "1",
             "JAX_PLATFORMS": "cpu",
             "JAX_COMPILATION_CACHE_DIR": str(self.caches / "programs"),
+            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",  # a resumed run finds the programs of this side's own
             "MHC_CACHE": str(self.caches / "data"),
         }
         # -P: the folder of the child's own file is no place to import from.
         command = [sys.executable, "-P", str(Path(__file__).with_name("against_child.py"))]
-        done = subprocess.run(
-            [*command, json.dumps({"root": str(self.root), **job})],
-            cwd=self.root,
-            env=environment,
-            capture_output=True,
-            text=True,
-        )
-        if done.returncode:
-            said = "\n".join((done.stderr or done.stdout).strip().splitlines()[-15:])
-            raise Failed(f"the code in {self.root} ended with {done.returncode}:\n{said}")
-        return done.stdout
+        job = {"root": str(self.root), **job}
+        code, out, err = self.children.run([*command, json.dumps(job)], self.root, environment)
+        if code:
+            said = "\n".join((err or out).strip().splitlines()[-15:])
+            raise Failed(f"the code in {self.root} ended with {code}:\n{said}")
+        return out
 
     def train(self, fields: Mapping[str, Any], workdir: Path) -> None:
         """Train a run to its end, or resume it. Raises Failed."""
@@ -248,7 +277,8 @@ def both(commit: str, folder: Path, at_hand: Path) -> Iterator[tuple[Side, Side]
 
     Raises Failed where git, the repository or the commit is missing.
     """
-    old, new = Side(folder / "old", folder / "caches-old"), Side(folder / "new", folder / "caches-new")
+    children = Children()
+    old, new = (Side(folder / name, folder / f"caches-{name}", children) for name in ("old", "new"))
     _git("worktree", "add", "--quiet", "--detach", str(old.root), commit)
     try:
         new.root.mkdir()
@@ -370,6 +400,7 @@ def run(
                     verdicts.append(future.result())
                     print(verdicts[-1].line(), flush=True)
             except BaseException:
+                sides[0].children.end()
                 pool.shutdown(cancel_futures=True)
                 raise
     for verdict in verdicts:
@@ -413,4 +444,5 @@ def main(arguments: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # as an exception: children end, the worktree goes
     sys.exit(main(sys.argv[1:]))
