@@ -20,7 +20,7 @@ def get_config(run: str = "") -> ConfigDict:
     stored = Path(run) / "config.json"
     if not run or not stored.is_file():
         raise UserError(f"configs/of_run.py:{run}: no run folder, allowed: configs/of_run.py:RUN, e.g. runs/a")
-    config = configs.from_json(stored.read_text())
+    config = configs.from_json(stored.read_text(), stored)
     made = default.get_config()
     for name in configs.field_names():
         group, _, field = name.partition(".")

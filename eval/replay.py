@@ -336,7 +336,7 @@ def _read(run: str | Path) -> _Stored:
     folder = remote.local_copy(run)
     if not (folder / "config.json").is_file():
         raise UserError(f"{run}: not a run folder (it has no config.json)")
-    config = configs.from_json((folder / "config.json").read_text())
+    config = configs.from_json((folder / "config.json").read_text(), remote.path(run) / "config.json")
     rows = read_jsonl(folder / "metrics.jsonl") if (folder / "metrics.jsonl").exists() else []
     if not rows:
         raise UserError(f"{run}: has not logged a step, so there is none to replay")

@@ -300,8 +300,8 @@ def _load_run(name: str, folder: Path, source: Folder | None) -> Arm | None:
             raise UserError(f"{folder / 'config.json'}: {field} is missing, so this is no run of this project")
     try:
         load_kinds(config)
-    except UserError as error:
-        raise UserError(f"{folder}: {error}") from None
+    except kinds.ModuleError as error:
+        raise kinds.ModuleError(f"{folder / 'config.json'}: {error}") from None
     metrics = read_jsonl(folder / "metrics.jsonl") if (folder / "metrics.jsonl").exists() else []
     if not metrics:
         return None

@@ -155,7 +155,11 @@ def main(arguments: Sequence[str]) -> int:
     stored = remote.read(run / "config.json")
     if stored is None:
         raise UserError(f"{run}: not a run folder (it has no config.json)")
-    rows = rows_of(options, checkpoints.changed(from_json(stored.decode()), checkpoints.of_config(changes)), changes)
+    rows = rows_of(
+        options,
+        checkpoints.changed(from_json(stored.decode(), run / "config.json"), checkpoints.of_config(changes)),
+        changes,
+    )
     names = [name.strip() for name in (options.tasks or "").split(",") if name.strip()]
     tasks = tasks_of(names, Path(options.data) if options.data else None) if names else None
 

@@ -1138,13 +1138,23 @@ def to_json(config: Config) -> str:
     return json.dumps(to_dict(config), indent=2) + "\n"
 
 
-def from_json(text: str) -> Config:
-    """The Config of `to_json`. Raises UserError where the text is no JSON or no valid configuration."""
+def from_json(text: str, place: object = None) -> Config:
+    """Return the Config of `to_json`.
+
+    Args:
+      place: the file that holds it, for the message where a module that it names is missing.
+
+    Raises: UserError where the text is no JSON or no valid configuration; `kinds.ModuleError` where the module of its
+      residual kind cannot be imported.
+    """
     try:
         tree = json.loads(text)
     except json.JSONDecodeError as error:
         raise UserError(f"config: not JSON: line {error.lineno}, column {error.colno}: {error.msg}") from None
-    return from_config_dict(tree)
+    try:
+        return from_config_dict(tree)
+    except kinds.ModuleError as error:
+        raise kinds.ModuleError(f"{place}: {error}" if place is not None else str(error)) from None
 
 
 def diff(old: Config, new: Config) -> dict[str, tuple[Any, Any]]:

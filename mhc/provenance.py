@@ -24,6 +24,7 @@ from mhc import config as configs
 from mhc import remote
 from mhc.config import Config
 from mhc.errors import UserError
+from mhc.kinds import ModuleError
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
@@ -210,6 +211,8 @@ def read(file: str | os.PathLike[str]) -> Origin:
     found = _checked(found, place)
     try:
         config = configs.from_config_dict({**found["config"], "distributed": {}})
+    except ModuleError as error:
+        raise ModuleError(f"{place}: {error}") from None
     except UserError as error:
         raise UserError(f"{place}: {error}; was it written by another version?") from None
     starts = _starts(found, place)

@@ -70,6 +70,7 @@ PARAMETER_AXES: tuple[tuple[str, tuple[str, ...]], ...] = (
     (r"attention/core/(key|value)_bias", ("kv_heads", "head_dim")),
     (r"attention/core/(query|kv)_down", ("embed", "latent")),
     (r"attention/core/(query|key|value)_up", ("latent_rows", "heads", "head_dim")),
+    (r"attention/core/links/\w+/\w+", ("norm",)),  # of every link, see mhc.model.memory
     (r"mlp/core/(shared/)?(gate|up)", ("embed", "mlp")),
     (r"mlp/core/(shared/)?down", ("mlp", "embed")),
     (r"mlp/core/(gate|up)_bias", ("mlp",)),

@@ -23,6 +23,7 @@ from mhc.config import Config
 from mhc.errors import UserError, did_you_mean
 from mhc.grid.arms import Arm, Grid, name_of, source_of
 from mhc.grid.folder import begun
+from mhc.kinds import ModuleError
 from mhc.monitor.writers import read_json, write_json
 
 PROJECT = Path(__file__).parents[2]
@@ -191,6 +192,10 @@ def read(workdir: Path) -> Plan:
     stored = read_json(workdir / FILE)
     if stored.keys() != {field.name for field in dataclasses.fields(Plan)}:
         raise UserError(f"{workdir / FILE}: not the plan of a grid, or one of another version")
+    try:
+        configs.load_kinds(stored["base"])
+    except ModuleError as error:
+        raise ModuleError(f"{workdir / FILE}: {error}") from None
     return Plan(**stored)
 
 

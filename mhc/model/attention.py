@@ -321,10 +321,10 @@ class Attention(nnx.Module):
         self.config = config
         self.scale = config.attention.scale or 1.0 / math.sqrt(config.head_dim + config.rope_dim)
         self.softcap = config.attention.softcap
-        made = links(config, key)
+        made = links(config, key / "links")
         self.link_names = tuple(made)
-        for name, link in made.items():
-            setattr(self, name, link)
+        if made:
+            self.links = nnx.Dict(**made)
 
     def project(
         self, x: jax.Array, positions: jax.Array, frequencies: tuple[jax.Array, float] | None
@@ -353,7 +353,7 @@ class Attention(nnx.Module):
         """Return queries, keys and values as the links to other layers leave them, and the memory for the next one."""
         q, k, v = self.project(x, positions, frequencies)
         for name in self.link_names:
-            q, k, v, memory = getattr(self, name)(q, k, v, memory)
+            q, k, v, memory = self.links[name](q, k, v, memory)
         return q, k, v, memory
 
     def _bias(self, table: jax.Array | None, queries: jax.Array, keys: jax.Array) -> jax.Array | None:
@@ -493,6 +493,8 @@ class LatentAttention(Attention):
     def __init__(self, config: Config, *, key: PathKey):
         super().__init__(config, key=key)
         d, h, size, rotary = config.model.width, config.attention.heads, config.head_dim, config.rope_dim
+        if self.link_names:
+            raise ValueError(f"latent attention keeps no keys and values to hand on: {', '.join(self.link_names)}")
         rank, q_rank, values = config.attention.kv_rank, config.attention.q_rank, config.value_dim
         if q_rank is None:
             self.query = kernel(config, key / "query", (d, h, size + rotary), d)

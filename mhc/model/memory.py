@@ -11,7 +11,7 @@ of ``LINKS``.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +28,11 @@ Memory = dict[str, jax.Array]
 
 
 class Link(nnx.Module):
-    """What attention heads of one layer take from earlier layers' and leave to later ones."""
+    """What attention heads of one layer take from earlier layers' and leave to later ones.
+
+    Its parameters are vectors, float32, whole on every device, trained by AdamW without weight decay. Latent attention
+    has no links: it keeps no keys and values.
+    """
 
     @staticmethod
     def begin(config: Config, batch: int, tokens: int, dtype: jnp.dtype) -> Memory:
@@ -42,21 +46,37 @@ class Link(nnx.Module):
         raise NotImplementedError
 
 
-LinkBuilder = Callable[["Config", PathKey], Link]
-# Name → (whether a config has the link, how it is made, its class). Links act in this order.
-LINKS: dict[str, tuple[Callable[[Config], bool], LinkBuilder, type[Link]]] = {}
+class Row(NamedTuple):
+    """A row of ``LINKS``."""
+
+    has: Callable[[Config], bool]
+    """Whether a model of this config has the link."""
+    link: Callable[[Config, PathKey], Link]
+    """How one layer's is made: the class itself, where it takes these two."""
+    begin: Callable[[Config, int, int, jnp.dtype], Memory]
+    """The class's ``begin``."""
+
+
+LINKS: dict[str, Row] = {}
+"""Every link by name; they act in this order."""
 
 
 def links(config: Config, key: PathKey) -> dict[str, Link]:
     """Return the links of one layer's attention by name, freshly made."""
-    return {name: build(config, key / name) for name, (has, build, _) in LINKS.items() if has(config)}
+    return {name: row.link(config, key / name) for name, row in LINKS.items() if row.has(config)}
 
 
 def empty(config: Config, batch: int, tokens: int) -> Memory:
-    """Return the memory before block 0 of rows [batch, tokens], in the compute dtype."""
-    dtype = jnp.dtype(config.model.dtype)
+    """Return the memory before block 0 of rows [batch, tokens], in the compute dtype.
+
+    Raises:
+      ValueError: two links use one name.
+    """
     memory: Memory = {}
-    for has, _, link in LINKS.values():
-        if has(config):
-            memory |= link.begin(config, batch, tokens, dtype)
+    for name, row in LINKS.items():
+        if row.has(config):
+            begun = row.begin(config, batch, tokens, jnp.dtype(config.model.dtype))
+            if set(begun) & set(memory):
+                raise ValueError(f"link {name}: another link uses {', '.join(set(begun) & set(memory))}")
+            memory |= begun
     return memory

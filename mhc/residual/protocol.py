@@ -189,7 +189,9 @@ def register(kind: Kind, builder: Builder) -> None:
 
 def _importable(module: str | None) -> str | None:
     """Return the name of a module that another process can import; None for a main program or a config file."""
-    return module if module in sys.modules and module not in ("__main__", "mhc") else None
+    names = (module or "").split(".")
+    known = module in sys.modules and all(name.isidentifier() for name in names)
+    return module if known and module != "__main__" else None
 
 
 def kinds() -> tuple[str, ...]:

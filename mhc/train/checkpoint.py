@@ -20,6 +20,7 @@ from mhc import config as configs
 from mhc import remote
 from mhc.config import CheckpointConfig, Config
 from mhc.errors import UserError
+from mhc.kinds import ModuleError
 from mhc.model.decoder import Decoder, DecoderDefinition, Params
 from mhc.remote import Folder
 from mhc.train.step import TrainState
@@ -226,7 +227,9 @@ def find_checkpoint(run: str | os.PathLike[str], step: int | None = None) -> tup
     if stored is None:
         raise UserError(f"{run}: not a run folder (it has no config.json)")
     try:
-        config = configs.from_json(stored.decode())
+        config = configs.from_json(stored.decode(), place / "config.json")
+    except ModuleError:
+        raise
     except UnicodeDecodeError as error:
         raise UserError(f"{place / 'config.json'}: it is not UTF-8 (byte {error.start})") from None
     except UserError as error:

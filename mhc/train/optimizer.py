@@ -34,6 +34,7 @@ RULES: tuple[tuple[str, Group], ...] = (
     (r"attention/core/(query|kv)_down", Group("attention", True, ((-2,), (-1,)))),
     (r"attention/core/(query|key|value)_up", Group("attention", True, ((-3,), (-2, -1)))),
     (r"attention/core/\w+_bias", Group("attention", False, None)),
+    (r"attention/core/links/\w+/\w+", Group("attention", False, None)),
     (r"mlp/core/((shared|experts)/)?(gate|up|down)", Group("feed_forward", True, ((-2,), (-1,)))),
     (r"mlp/core/(gate|up|down)_bias", Group("feed_forward", False, None)),
     (r"mlp/core/router", Group("router", True, None)),

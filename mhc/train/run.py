@@ -201,7 +201,9 @@ class Run:
     def _check_stored(self) -> dict[str, tuple[Any, Any]]:
         """What of the stored config is another now, but how the processes find each other, which says nothing."""
         stored = remote.read(self.place / "config.json")
-        changes = {} if stored is None else configs.check_resume(configs.from_json(stored.decode()), self.config)
+        changes = {}
+        if stored is not None:
+            changes = configs.check_resume(configs.from_json(stored.decode(), self.place / "config.json"), self.config)
         return {name: pair for name, pair in changes.items() if not name.startswith("distributed.")}
 
     # ------------------------------------------------------------------------------------------------------------ run

@@ -40,9 +40,7 @@ class SinglePassMaps(ManifoldMaps):
 
     def maps(self, context: Any) -> Maps:
         applied, maps = context
-        made = super().maps(maps)
-        assert made is not None
-        return made._replace(pre=applied)
+        return super().maps(maps)._replace(pre=applied)
 
 
 class SinglePass(ManifoldHyperConnections):
@@ -76,7 +74,7 @@ class DeferredMaps(ManifoldMaps):
         streams, maps = context
         return streams, (y, maps)
 
-    def maps(self, context: Any) -> Maps | None:
+    def maps(self, context: Any) -> Maps:
         return super().maps(context[1])
 
 
