@@ -21,7 +21,7 @@ from mhc import cli
 from mhc import config as configs
 from mhc.config import Config
 from mhc.errors import UserError, did_you_mean
-from mhc.grid.arms import Arm, Grid, name_of, source_of
+from mhc.grid.arms import Arm, Grid, name_of, options_unknown, source_of
 from mhc.grid.folder import begun
 from mhc.kinds import ModuleError
 from mhc.monitor.writers import read_json, write_json
@@ -86,12 +86,15 @@ def load(path: str, arguments: Sequence[str], parser: cli.Parser) -> Plan:
     Raises: UserError for a file that cannot be loaded, two arms of one name, an invalid arm, or an override of a field
         in which the arms differ.
     """
-    grid = _run_grid_file(path)
+    with options_unknown() as unknown:
+        grid = _run_grid_file(path)
     file, colon, text = path.partition(":")
     base_path, base_colon, base_text = grid.base.partition(":")
     base_file = f"{(Path(file).parent / base_path).resolve()}{base_colon}{base_text}"
     given = cli.load_config(base_file, (), parser)
     base = cli.load_config(base_file, arguments, parser)
+    if unknown:  # now the modules of its kinds are imported
+        grid = _run_grid_file(path)
     overrides = {name: new for name, (_, new) in configs.diff(given, base).items()}
     tree = configs.to_dict(base)
 

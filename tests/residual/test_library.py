@@ -82,7 +82,7 @@ def test_the_page_on_adding_a_topology_is_true(
             (tmp_path / files[-1]).write_text(block)
         else:
             exec(compile(block, "docs/adding_a_topology.md", "exec"), names)
-    assert files == ["ring.py", "ring_demo.py"]
+    assert files == ["ring.py", "ring_demo.py", "ring_grid.py"]
     assert "ring" in residual.kinds()
     assert names["losses"][-1] < names["losses"][0]
     from mhc import cli  # what --config ring_demo.py does
