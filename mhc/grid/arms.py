@@ -42,7 +42,8 @@ _UNKNOWN: contextvars.ContextVar[list[str] | None] = contextvars.ContextVar("unk
 
 @contextlib.contextmanager
 def options_unknown() -> Iterator[list[str]]:
-    """Let options of residual kinds pass that nobody declares, and list them: the base config may import their module."""
+    """Let options of residual kinds pass that nobody declares, and list them: the base config may import their
+    module."""
     names: list[str] = []
     token = _UNKNOWN.set(names)
     try:

@@ -108,7 +108,7 @@ def _shape_key(config: Config) -> str:
         for field in fields:
             tree[group][field] = neutral[group].get(field, configs.default_of(f"{group}.{field}"))
     tree["mesh"] = dataclasses.asdict(MeshConfig())
-    return json.dumps(tree)
+    return json.dumps(tree, sort_keys=True)
 
 
 @functools.cache
