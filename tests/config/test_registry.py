@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import pytest
 from flax import nnx
 
@@ -22,6 +23,7 @@ from mhc.model.block import build_topology
 from mhc.residual import protocol
 from mhc.rng import path_key
 from mhc.train import optimizer
+from tests.contracts import topologies
 
 OWN = (kinds.PLAIN, kinds.HC, kinds.MHC, kinds.MHC_LITE, kinds.KROMHC, kinds.IDENTITY)
 by_name = pytest.mark.parametrize("kind", OWN, ids=lambda kind: kind.name)
@@ -223,6 +225,42 @@ def test_a_builder_that_does_not_take_a_declared_option_is_refused() -> None:
     with pytest.raises(ValueError, match="option 'speed' of kind 'deaf': its builder does not take it"):
         residual.register(kind, deaf)  # type: ignore[arg-type]
     assert "deaf" not in kinds.names() and "speed" not in kinds.options()
+
+
+def test_a_row_is_all_that_a_file_of_the_package_needs() -> None:
+    """Its builder, and the mixing of a relative of mhc, are imported when the kind is first built."""
+    here = "tests.contracts.topologies"
+    rows = (
+        dataclasses.replace(topologies.NORMED, name="row", builder=f"{here}:Normed"),
+        dataclasses.replace(
+            topologies.SIXTEEN,
+            name="row_of_mhc",
+            builder="mhc.residual.manifold:ManifoldHyperConnections",
+            mixing=f"{here}:Turning",
+        ),
+    )
+    with topologies.registry_restored():
+        for row in rows:
+            kinds.declare(row)
+            assert row.name in residual.kinds() and row.name not in protocol._REGISTRY
+            made = from_config(row.name)
+            assert type(made).__name__ in ("Normed", "ManifoldHyperConnections")
+        turning = from_config("row_of_mhc", places=3)
+        assert isinstance(turning.mixing, topologies.Turning) and turning.mixing.places == 3
+        maps = residual.functional.mhc_maps(
+            jnp.ones((2, 16, 4)),
+            {"phi": jnp.zeros((64, 33)), "alpha": jnp.zeros(3), "bias": jnp.zeros(33)},
+            kind="row_of_mhc",
+        )
+        assert float(maps.res[0, 0, 1]) == 0.5
+        assert residual.functional.residual_logits("row_of_mhc", 16) == 1
+    assert "row" not in residual.kinds()
+
+
+def from_config(kind: str, **fields: object) -> Any:
+    """The topology of a decoder of this kind."""
+    whole = config_lib.from_config_dict({"residual": {"kind": kind, **fields}, "model": {"width": 8}})
+    return nnx.eval_shape(lambda: build_topology(whole, path_key(jax.random.key(0))))
 
 
 def test_an_undeclared_parameter_is_an_error() -> None:

@@ -79,14 +79,31 @@ def cases() -> list[Case]:
     return [Case(group, init) for group in groups() for init in group.inits]
 
 
+# Kinds that a mixing alone tells apart share a class, and with it all that the compiled step can get wrong.
+ONE_OF_EACH_CLASS = ("plain", "hc", "mhc")
+
+
 def is_fast(case: Case) -> bool:
-    """One preset of each kind of the library, N = 4 (or what it has); of kinds from outside the functional contract is
-    fast."""
+    """One kind of each class of topologies of the library, one preset, N = 4 (or what it has).
+
+    The rest of the product is `make test-full`'s. The functional contract, a mixing a kind, is fast for every kind.
+    """
     default = case.group.n == case.group.spec.default_streams and case.group.sinkhorn == "paper"
-    return default and case.init == case.group.inits[0] and case.group.kind not in topologies.BUILDERS
+    return default and case.init == case.group.inits[0] and case.group.kind in ONE_OF_EACH_CLASS
 
 
-every_group = pytest.mark.parametrize("group", groups(), ids=str)
+def is_fast_alone(group: Group) -> bool:
+    """Without a decoder: the smallest, the default and the largest N of a kind, and the default of another preset."""
+    sizes = [n for n in SIZES if n in group.spec.streams]
+    default = group.spec.default_streams
+    return group.n == default or (group.sinkhorn == "paper" and group.n in (sizes[0], sizes[-1]))
+
+
+every_group = pytest.mark.parametrize(
+    "group",
+    [pytest.param(group, marks=() if is_fast_alone(group) else pytest.mark.slow) for group in groups()],
+    ids=str,
+)
 # By case, not by test: what a case compiled is used by the next test, and then dropped.
 every_case = pytest.mark.parametrize(
     "case",
