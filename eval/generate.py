@@ -13,7 +13,6 @@ memory but the cache's.
 
 from __future__ import annotations
 
-import codecs
 import dataclasses
 import json
 import sys
@@ -29,7 +28,7 @@ from eval import checkpoints
 from eval.terminal import Progress
 from mhc import cli
 from mhc.config import Config
-from mhc.data.tokenizers import ByteTokenizer, Tokenizer
+from mhc.data.tokenizers import Tokenizer
 from mhc.errors import UserError
 
 if TYPE_CHECKING:
@@ -68,51 +67,69 @@ class TextStream(Protocol):
         ...
 
 
-class ByteStream:
-    """For the byte tokeniser."""
-
-    def __init__(self) -> None:
-        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-
-    def push(self, token: int) -> str:
-        return self._decoder.decode(bytes([token]) if token < 256 else b"")
-
-    def end(self) -> str:
-        return self._decoder.decode(b"", final=True)
+_STRAY = "\N{REPLACEMENT CHARACTER}"
 
 
 class PieceStream:
-    """For tokenisers whose pieces are spelled by their neighbours: a space at the start, a character of several pieces.
+    """What tokens add to the text of those before them: in all, what decoding the whole gives.
 
     The last pieces that were told are decoded again together with the new ones; what comes out behind them is new.
+    U+FFFD at the end is held back as long as it may become a character: bytes that are part of one are three at most.
     """
 
     def __init__(self, tokenizer: Tokenizer, before: Sequence[int]) -> None:
         self._tokenizer = tokenizer
-        self._ids = list(before[-_CONTEXT:])
-        self._told = len(self._ids)
+        self._ids = list(before)
+        self._cut()
+        self._told = 0  # characters of the text of _ids
+        # What the tokens before give by themselves. They may end within a character.
         self._before = tokenizer.decode(self._ids)
+        self._tell(self._before, len(self._before))
 
     def push(self, token: int) -> str:
+        """The text that is certain now and was not before."""
         self._ids.append(token)
         text = self._tokenizer.decode(self._ids)
-        return "" if text.endswith("\N{REPLACEMENT CHARACTER}") else self._tell(text)
+        new = self._tell(text, len(text))
+        if self._told == len(text) and len(self._ids) > 4 * _CONTEXT and self._cut():
+            self._before = self._tokenizer.decode(self._ids)
+            self._told = len(self._before)
+        return new
 
     def end(self) -> str:
-        return self._tell(self._tokenizer.decode(self._ids))
-
-    def _tell(self, text: str) -> str:
-        new = text[len(self._before) :]
-        if new:
-            self._ids = self._ids[self._told :] if self._told < len(self._ids) else self._ids
-            self._told = len(self._ids)
-            self._before = self._tokenizer.decode(self._ids)
+        """What was held back, as it is."""
+        text = self._tokenizer.decode(self._ids)
+        self._pass(text, len(text))
+        self._told, new = len(text), text[self._told :]
         return new
+
+    def _tell(self, text: str, end: int) -> str:
+        while end and len(text) - end < 3 and text[end - 1] == _STRAY:
+            end -= 1
+        self._pass(text, end)
+        start, self._told = self._told, max(self._told, end)
+        return text[start:end]
+
+    def _pass(self, text: str, end: int) -> None:
+        """Passes over what the tokens before gave by themselves and still do."""
+        end = min(end, len(self._before))
+        while self._told < end and text[self._told] == self._before[self._told]:
+            self._told += 1
+        if self._told < end:
+            self._before = self._before[: self._told]  # the rest of it became another character
+
+    def _cut(self) -> bool:
+        """Whether ids far from the end were forgotten: those before one that opens a character."""
+        for index in range(len(self._ids) - _CONTEXT, 0, -1):
+            if self._tokenizer.starts(self._ids[index]):
+                self._ids = self._ids[index:]
+                return True
+        return False
 
 
 def text_stream(tokenizer: Tokenizer, before: Sequence[int]) -> TextStream:
     """The stream of what follows the tokens ``before``."""
-    return ByteStream() if isinstance(tokenizer, ByteTokenizer) else PieceStream(tokenizer, before)
+    return PieceStream(tokenizer, before)
 
 
 class StopStrings:

@@ -8,8 +8,11 @@ text: a text that spells a special token is tokenised as the letters that it is 
 
 from __future__ import annotations
 
+import codecs
 import difflib
+import functools
 import hashlib
+import itertools
 import json
 import re
 from collections.abc import Mapping
@@ -42,7 +45,19 @@ _EOS_NAMES = (
     "[SEP]",
 )
 SPECIAL = "tokenizer_config.json"  # beside a tokenizer.json: names its bos_token and eos_token
-_BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+_STRAY = "\N{REPLACEMENT CHARACTER}"
+_EACH = "mhc-each-stray-byte"
+
+
+def _each_stray_byte(error: UnicodeError) -> tuple[str, int]:
+    """Gives U+FFFD for every stray byte, as byte fallback does; Python has one for the beginning of a character."""
+    if not isinstance(error, UnicodeDecodeError):
+        raise error
+    return _STRAY * (error.end - error.start), error.end
+
+
+codecs.register_error(_EACH, _each_stray_byte)
 
 
 class Tokenizer(Protocol):
@@ -64,6 +79,10 @@ class Tokenizer(Protocol):
 
     def decode(self, ids: Any) -> str:
         """The text of a sequence of ids; special ids give nothing, broken UTF-8 gives U+FFFD."""
+        ...
+
+    def starts(self, id_: int) -> bool:
+        """Whether a sequence may be cut before this id and decoded in two: no character goes across."""
         ...
 
 
@@ -88,6 +107,10 @@ class ByteTokenizer:
         """(ids, ones), both int32[bytes of text]."""
         ids = self.encode(text)
         return ids, np.ones_like(ids)
+
+    def starts(self, id_: int) -> bool:
+        """Whether an id is a byte that a character may begin with."""
+        return id_ < 256 and id_ & 0xC0 != 0x80
 
     def decode(self, ids: Any) -> str:
         """The ids under 256 as UTF-8."""
@@ -116,6 +139,7 @@ class JsonTokenizer:
         """
         import tokenizers
 
+        self._path = str(path)
         try:
             content = Path(path).read_bytes()
         except OSError as error:
@@ -146,8 +170,14 @@ class JsonTokenizer:
             bos = eos = size
             size += 1
         self.vocab_size = size
+        self._byte_of = np.full(size, -1, np.int16)  # of byte fallback's pieces, by id: decode spells them
+        if '"ByteFallback"' in json.dumps(described.get("decoder")):
+            for piece, id_ in vocabulary.items():
+                if spelled := _BYTE_TOKEN.fullmatch(piece):
+                    self._byte_of[id_] = int(spelled[1], 16)
         self.bos_id: int = bos if bos is not None else eos  # type: ignore[assignment]
         self.eos_id: int = eos if eos is not None else bos  # type: ignore[assignment]
+        self._byte_level = _is_byte_level(described)
         self.byte_lengths = _piece_lengths(described, vocabulary, size)
         self.byte_lengths[[self.bos_id, self.eos_id]] = 0
 
@@ -172,8 +202,44 @@ class JsonTokenizer:
     def decode(self, ids: Any) -> str:
         """The text of the ids, special ones left out."""
         values = np.asarray(ids, np.int64)
-        keep = values[(values != self.bos_id) & (values != self.eos_id)]
-        return self._tokenizer.decode(keep.tolist(), skip_special_tokens=True)
+        known = (values >= 0) & (values < self.vocab_size)
+        keep = values[known & (values != self.bos_id) & (values != self.eos_id)]
+        try:
+            if (self._byte_of[keep] >= 0x80).any():
+                return str(self._tokenizer.decoder.decode(self._pieces(keep)))
+            return self._tokenizer.decode(keep.tolist(), skip_special_tokens=True)
+        except Exception as error:  # the library raises bare Exception
+            raise UserError(f"data.tokenizer: {self._path} cannot decode: {_first_line(error)}") from None
+
+    def _pieces(self, ids: np.ndarray) -> list[str]:
+        """The spelling of ids, bytes as the characters that they are.
+
+        The library's own decoder makes every byte of a run U+FFFD where one of them is stray, and so unsays characters
+        that were told before; and it leaves a space that is spelled in bytes (E2 96 81) as it is.
+        """
+        pieces: list[str] = []
+        for is_byte, run in itertools.groupby(ids.tolist(), lambda id_: self._byte_of[id_] >= 0):
+            if is_byte:
+                pieces += bytes(self._byte_of[list(run)].astype(np.uint8)).decode("utf-8", _EACH)
+            else:
+                pieces += [piece for id_ in run if (piece := self._spellings[id_]) is not None]
+        return pieces
+
+    @functools.cached_property
+    def _spellings(self) -> list[str | None]:
+        """Of each id its piece; None: special, or none."""
+        special = {id_ for id_, token in self._tokenizer.get_added_tokens_decoder().items() if token.special}
+        return [None if id_ in special else self._tokenizer.id_to_token(id_) for id_ in range(self.vocab_size)]
+
+    def starts(self, id_: int) -> bool:
+        """Whether an id begins with a whole character or with the first byte of one."""
+        if self._byte_of[id_] >= 0:
+            return bool(self._byte_of[id_] & 0xC0 != 0x80)
+        piece = self._spellings[id_]
+        if not piece or id_ in (self.bos_id, self.eos_id):
+            return False
+        inside = _later_bytes() if self._byte_level else _STRAY
+        return piece[0] not in inside and self.decode([id_]) != ""
 
 
 def declared_special(path: Path) -> dict[str, str]:
@@ -217,11 +283,24 @@ def _byte_offsets(string: str) -> np.ndarray:
     return np.concatenate([[0], np.cumsum(widths, dtype=np.int64)])
 
 
+def _is_byte_level(described: dict[str, Any]) -> bool:
+    """Whether pieces spell bytes by one printable character each."""
+    return '"ByteLevel"' in json.dumps([described.get(part) for part in ("pre_tokenizer", "decoder", "normalizer")])
+
+
+@functools.cache
+def _later_bytes() -> frozenset[str]:
+    """The characters by which byte-level pieces spell 80 to BF, the bytes that no UTF-8 character begins with."""
+    from tokenizers.pre_tokenizers import ByteLevel
+
+    spell = ByteLevel(add_prefix_space=False, use_regex=False).pre_tokenize_str
+    return frozenset(spell(chr(0x80 + byte))[0][0][1] for byte in range(0x40))
+
+
 def _piece_lengths(described: dict[str, Any], vocabulary: dict[str, int], size: int) -> np.ndarray:
     lengths = np.zeros(size, np.int32)
     added = {token["id"]: bool(token["special"]) for token in described.get("added_tokens") or []}
-    pipeline = json.dumps([described.get("pre_tokenizer"), described.get("decoder"), described.get("normalizer")])
-    byte_level = '"ByteLevel"' in pipeline
+    byte_level = _is_byte_level(described)
     byte_fallback = bool(described["model"].get("byte_fallback"))
     prefix = described["model"].get("continuing_subword_prefix") or ""
     for piece, id_ in vocabulary.items():
