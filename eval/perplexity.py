@@ -42,6 +42,7 @@ class Corpus(NamedTuple):
 
     batches: Iterator[Batch]  # fields of mhc.data.packing; also documents [B, T] int32 and context [B, T] int32
     documents: int  # of the split
+    lost: float = 0.0  # share of the text's bytes that the tokeniser loses
 
 
 class Found(NamedTuple):
@@ -55,6 +56,7 @@ class Found(NamedTuple):
     by_position: np.ndarray  # [T, 2]: nats and tokens by the number of tokens before the target that the model saw
     tokenizer: str  # hash: bits per token of others are not comparable
     seconds: float
+    withheld: str | None = None  # why bits per byte says nothing
 
 
 # Rows -----------------------------------------------------------------------------------------------------------------
@@ -87,7 +89,7 @@ def packed(config: Config, split: Split, *, rows: int, batch_size: int, eos: boo
                     left -= filled
                     yield batch | {"context": batch["positions"] + 1}
 
-    return Corpus(batches(), len(source))
+    return Corpus(batches(), len(source), _lost(config, source))
 
 
 def _sets(source: Any) -> list[tuple[int, int]]:
@@ -167,7 +169,13 @@ def sliding(config: Config, split: Split, *, rows: int, batch_size: int, stride:
         if batch is not None:
             yield batch
 
-    return Corpus(batches(), len(source))
+    return Corpus(batches(), len(source), _lost(config, source))
+
+
+def _lost(config: Config, source: Any) -> float:
+    from mhc.data import fidelity, tokenizers
+
+    return fidelity.share_lost(source, tokenizers.load(config.data.tokenizer))
 
 
 def _open(config: Config, split: Split) -> tuple[Any, Any]:
@@ -215,10 +223,11 @@ def score(
     if not sums[1].any():
         raise UserError("nothing to score: the split has no token")
     there = np.flatnonzero(sums[1])
-    from mhc.data import tokenizers
+    from mhc.data import fidelity, tokenizers
 
     tokenizer = tokenizers.load(checkpoint.config.data.tokenizer).content_hash
     seconds = time.monotonic() - started
+    withheld = fidelity.reason(corpus.lost, checkpoint.config.data.tokenizer)
     return Found(
         checkpoint.name,
         checkpoint.config.residual.kind,
@@ -228,6 +237,7 @@ def score(
         by_position[1:],
         tokenizer,
         seconds,
+        withheld,
     )
 
 
@@ -262,6 +272,8 @@ def summary(found: Found, first: Found | None) -> dict[str, Any]:
         ],
         "seconds": found.seconds,
     }
+    if found.withheld:
+        out |= {"bits_per_byte": dict.fromkeys(("value", "low", "high")), "bits_per_byte_reason": found.withheld}
     if first is not None and first is not found and not alone:
         out["minus_first"] = difference(found, first, weights)
     return out
@@ -274,11 +286,13 @@ def _items(measures: Any) -> list[tuple[str, float]]:
 def difference(found: Found, first: Found, weights: np.ndarray) -> dict[str, Any] | None:
     """Bits per byte (nats per token, where the corpus is of ids) less those of the first, paired by document.
 
-    None where the two did not score the same documents, or other tokens of them.
+    In nats per token also where a tokeniser loses text. None where the two did not score the same documents, or other
+    tokens of them.
     """
     if not np.array_equal(found.documents, first.documents):
         return None
-    by = "bytes" if found.sums.bytes.any() else "tokens"
+    tells = found.sums.bytes.any() and not found.withheld and not first.withheld
+    by = "bytes" if tells else "tokens"
     size = getattr(found.sums, by)
     if not np.array_equal(size, getattr(first.sums, by)):
         return None
@@ -305,11 +319,15 @@ def table(summaries: Sequence[dict[str, Any]]) -> str:
                 f"{values['loss']:.4f}",
                 f"{values['perplexity']:.4g}",
                 f"{values['bits_per_token']:.4f}",
-                "—" if math.isnan(bits["value"]) else f"{bits['value']:.4f} ({interval})",
+                "—" if not _tells(bits) else f"{bits['value']:.4f} ({interval})",
                 "—" if gap is None else f"{gap['value']:+.4f} ({gap['low']:+.4f} to {gap['high']:+.4f})",
             )
         )
     return aligned(lines)
+
+
+def _tells(bits: Mapping[str, float | None]) -> bool:
+    return bits["value"] is not None and not math.isnan(bits["value"])
 
 
 def draw(summaries: Sequence[dict[str, Any]], folder: Path) -> Path:
@@ -319,7 +337,7 @@ def draw(summaries: Sequence[dict[str, Any]], folder: Path) -> Path:
 
     names = checkpoints.short_names([one["checkpoint"] for one in summaries])
     styles = styles_of_kinds([one["kind"] for one in summaries])
-    by_text = not any(math.isnan(one["bits_per_byte"]["value"]) for one in summaries)
+    by_text = all(_tells(one["bits_per_byte"]) for one in summaries)
     measure = "bits_per_byte" if by_text else "loss"
     sheet = Sheet("perplexity", columns=2, legend=list(zip(styles, names, strict=True)), x="", sharey=False)
     sheet.title(0, "bits per byte, 95 % over documents" if by_text else "nats per token, 95 % over documents")
@@ -414,6 +432,8 @@ def main(arguments: Sequence[str]) -> int:
         del checkpoint
     summaries = [summary(one, found[0]) for one in found]
     print(table(summaries))
+    for line in dict.fromkeys(one["bits_per_byte_reason"] for one in summaries if "bits_per_byte_reason" in one):
+        print(f"note: {line}")
     if options.json:
         from mhc.monitor.writers import write_json
 

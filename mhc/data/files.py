@@ -97,6 +97,10 @@ class _Files:
         """Whether document i is more than a block of one that goes on."""
         return bool(self.index.ends[index])
 
+    def begins(self, index: int) -> bool:
+        """Whether document i is no later block of one."""
+        return not self._in_blocks(int(self.index.owner[index])) or not self.index.number[index]
+
     def _index_of(self, table: np.ndarray) -> Index:
         """Args: table: int64[n, 4]: file, start, stop, number."""
         file = table[:, 0].astype(np.int32)

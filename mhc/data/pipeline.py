@@ -16,6 +16,7 @@ Worker processes take their share of the rows (`mhc.data.workers`); neither orde
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -24,6 +25,7 @@ import grain
 import numpy as np
 
 from mhc.config import DataConfig
+from mhc.data.fidelity import share_lost
 from mhc.data.files import piece_size
 from mhc.data.mixture import Assignment
 from mhc.data.orders import Encode, fingerprint, open_corpus, open_orders
@@ -207,12 +209,18 @@ class ValidationBatches:
     def __init__(
         self, source: Source, tokenizer: Tokenizer, length: int, batch_size: int, rows: Sequence[int], batches: int
     ):
+        self._source, self._tokenizer = source, tokenizer
         self._pieces = Pieces(source, None)
         self._encode = Encode(tokenizer)
         self._length = length
         self._batch_size = batch_size
         self._rows = np.asarray(rows)
         self._limit = batches
+
+    @functools.cached_property
+    def lost(self) -> float:
+        """The share of the text's bytes that the tokeniser loses, by `mhc.data.fidelity`."""
+        return share_lost(self._source, self._tokenizer)
 
     def __iter__(self) -> Iterator[Batch]:
         stream = DocumentStream(lambda index: self._encode.map(self._pieces[index]), 0, 1, end=len(self._pieces))

@@ -290,6 +290,10 @@ class Prepared:
         """Whether document i is more than a block of one that goes on."""
         return bool(self._table["ends"][index])
 
+    def begins(self, index: int) -> bool:
+        """Whether document i is no later block of one."""
+        return is_lines(self._names[self._table[index]["file"]]) or not self._table[index]["number"]
+
     def name(self, index: int) -> str:
         """File of the corpus, and line, row or bytes."""
         row = self._table[index]

@@ -51,6 +51,10 @@ class Source(Protocol):
         """Whether the document ends with this one (False: a block, see `mhc.data.files`)."""
         ...
 
+    def begins(self, index: int) -> bool:
+        """Whether the document begins with this one (False: a later block)."""
+        ...
+
     def name(self, index: int) -> str:
         """File and place, for messages."""
         ...
@@ -182,6 +186,9 @@ class _Tfds:
     def ends(self, index: int) -> bool:
         return True
 
+    def begins(self, index: int) -> bool:
+        return True
+
     def name(self, index: int) -> str:
         return f"{self.label}, split {self._split}, example {self._indices[index]}"
 
@@ -249,6 +256,10 @@ class Joined:
     def ends(self, index: int) -> bool:
         source, own = self._place(index)
         return source.ends(own)
+
+    def begins(self, index: int) -> bool:
+        source, own = self._place(index)
+        return source.begins(own)
 
     def name(self, index: int) -> str:
         source, own = self._place(index)

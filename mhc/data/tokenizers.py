@@ -8,7 +8,6 @@ text: a text that spells a special token is tokenised as the letters that it is 
 
 from __future__ import annotations
 
-import codecs
 import difflib
 import functools
 import hashlib
@@ -17,11 +16,27 @@ import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
+from mhc.data.spelling import (
+    BYTE_TOKEN,
+    EACH,
+    STRAY,
+    byte_offsets,
+    first_line,
+    is_byte_level,
+    later_bytes,
+    piece_lengths,
+    plain_decoder,
+    said_by_the_library,
+    stretches,
+)
 from mhc.errors import UserError
+
+if TYPE_CHECKING:
+    import tokenizers
 
 # In the order of preference; a file that has none of a list is covered by the policy in `JsonTokenizer`.
 _BOS_NAMES = (
@@ -45,19 +60,7 @@ _EOS_NAMES = (
     "[SEP]",
 )
 SPECIAL = "tokenizer_config.json"  # beside a tokenizer.json: names its bos_token and eos_token
-_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-_STRAY = "\N{REPLACEMENT CHARACTER}"
-_EACH = "mhc-each-stray-byte"
-
-
-def _each_stray_byte(error: UnicodeError) -> tuple[str, int]:
-    """Gives U+FFFD for every stray byte, as byte fallback does; Python has one for the beginning of a character."""
-    if not isinstance(error, UnicodeDecodeError):
-        raise error
-    return _STRAY * (error.end - error.start), error.end
-
-
-codecs.register_error(_EACH, _each_stray_byte)
+_MOST = 1 << 24  # ids
 
 
 class Tokenizer(Protocol):
@@ -68,6 +71,8 @@ class Tokenizer(Protocol):
     eos_id: int
     byte_lengths: np.ndarray  # int32[vocab_size]: bytes of text that an id stands for, 0 for special ids
     content_hash: str  # hex: equal for tokenisers that give the same ids
+    unknown_id: int  # what text becomes that the vocabulary has no ids for; -1: none
+    total: bool  # whether every text can be encoded
 
     def encode(self, text: bytes | str) -> np.ndarray:
         """int32[n]: the ids of a UTF-8 text, without bos and eos."""
@@ -75,6 +80,14 @@ class Tokenizer(Protocol):
 
     def encode_with_bytes(self, text: bytes | str) -> tuple[np.ndarray, np.ndarray]:
         """(ids int32[n], bytes int32[n]): also the bytes of this text that each id covers, summing to its length."""
+        ...
+
+    def bytes_of(self, ids: np.ndarray, begins: bool) -> np.ndarray:
+        """int32[n]: bytes of the text that ids [n] stand for one after the other; ``begins``: at a text's beginning."""
+        ...
+
+    def lost(self, text: str) -> int:
+        """Bytes of a text that its ids do not tell: dropped, changed by a normaliser, or unknown."""
         ...
 
     def decode(self, ids: Any) -> str:
@@ -93,6 +106,8 @@ class ByteTokenizer:
     bos_id = 256
     eos_id = 257
     content_hash = "bytes-258"
+    unknown_id = -1
+    total = True
 
     def __init__(self) -> None:
         self.byte_lengths = np.ones(self.vocab_size, np.int32)
@@ -107,6 +122,14 @@ class ByteTokenizer:
         """(ids, ones), both int32[bytes of text]."""
         ids = self.encode(text)
         return ids, np.ones_like(ids)
+
+    def bytes_of(self, ids: np.ndarray, begins: bool) -> np.ndarray:
+        """One for each byte."""
+        return self.byte_lengths[ids]
+
+    def lost(self, text: str) -> int:
+        """None."""
+        return 0
 
     def starts(self, id_: int) -> bool:
         """Whether an id is a byte that a character may begin with."""
@@ -144,11 +167,9 @@ class JsonTokenizer:
             content = Path(path).read_bytes()
         except OSError as error:
             raise UserError(f"data.tokenizer: cannot read {path}: {error.strerror}") from None
-        try:
+        with said_by_the_library(f"data.tokenizer: {path} is not a tokenizer.json file"):
             described = json.loads(content)
             self._tokenizer = tokenizers.Tokenizer.from_str(content.decode())
-        except Exception as error:  # the library raises bare Exception
-            raise UserError(f"data.tokenizer: {path} is not a tokenizer.json file: {_first_line(error)}") from None
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self._tokenizer.encode_special_tokens = True  # "<|endoftext|>" in a text is text
@@ -160,6 +181,8 @@ class JsonTokenizer:
         if not vocabulary:
             raise UserError(f"data.tokenizer: {path} has an empty vocabulary")
         size = max(vocabulary.values()) + 1
+        if size > _MOST:
+            raise UserError(f"data.tokenizer: {path} has the id {size - 1}, allowed: below {_MOST}")
         for role, token in special.items():
             if token not in vocabulary:
                 raise UserError(f"{Path(path).with_name(SPECIAL)}: {role} {token!r} is not in {Path(path).name}")
@@ -173,27 +196,57 @@ class JsonTokenizer:
         self._byte_of = np.full(size, -1, np.int16)  # of byte fallback's pieces, by id: decode spells them
         if '"ByteFallback"' in json.dumps(described.get("decoder")):
             for piece, id_ in vocabulary.items():
-                if spelled := _BYTE_TOKEN.fullmatch(piece):
+                if spelled := BYTE_TOKEN.fullmatch(piece):
                     self._byte_of[id_] = int(spelled[1], 16)
         self.bos_id: int = bos if bos is not None else eos  # type: ignore[assignment]
         self.eos_id: int = eos if eos is not None else bos  # type: ignore[assignment]
-        self._byte_level = _is_byte_level(described)
-        self.byte_lengths = _piece_lengths(described, vocabulary, size)
+        self._byte_level = is_byte_level(described)
+        self.byte_lengths = piece_lengths(described, vocabulary, size)
         self.byte_lengths[[self.bos_id, self.eos_id]] = 0
+        model = described["model"]
+        unknown = model.get("unk_id")
+        if unknown is None:
+            unknown = vocabulary.get(model.get("unk_token"))
+        self.unknown_id = -1 if unknown is None else int(unknown)
+        self._plain_decoder = plain_decoder(self._tokenizer, described)
+        self._added = np.full(size, -1, np.int32)  # bytes that an id adds behind others, as they are asked for
+        self._neighbour = f"x{model.get('end_of_word_suffix') or ''}"  # a word that others stand behind
+        with said_by_the_library(f"data.tokenizer: {path} cannot decode"):
+            self._space_in_bytes = self._plain_decoder.decode(["x", "▁"]) == "x " and bool((self._byte_of >= 0).any())
+        # Characters for people's own use, which no vocabulary has.
+        self.total = not self._fails("\ue000") and not self._fails("\U0010fffd \ue000")
 
     def encode(self, text: bytes | str) -> np.ndarray:
-        """int32[n]; raises UnicodeDecodeError for bytes that are not UTF-8 (sources check that before)."""
-        string = text.decode() if isinstance(text, bytes) else text
-        return np.asarray(self._tokenizer.encode(string, add_special_tokens=False).ids, np.int32)
+        """int32[n]; raises UnicodeDecodeError for bytes that are not UTF-8 (sources check that before).
+
+        Raises: UserError for a text that the tokeniser has no ids for.
+        """
+        return np.asarray(self._encode(text.decode() if isinstance(text, bytes) else text).ids, np.int32)
+
+    def _encode(self, text: str) -> tokenizers.Encoding:
+        try:
+            with said_by_the_library(f"data.tokenizer: {self._path} cannot encode"):
+                return self._tokenizer.encode(text, add_special_tokens=False)
+        except UserError as error:
+            fails = next((part for part in [*text.split(), *re.findall(r"\s", text)] if self._fails(part)), text)
+            raise UserError(f"{error}: {fails if len(fails) <= 40 else fails[:40] + '…'!r}") from None
+
+    def _fails(self, text: str) -> bool:
+        try:
+            with said_by_the_library(""):
+                self._tokenizer.encode(text, add_special_tokens=False)
+        except UserError:
+            return True
+        return False
 
     def encode_with_bytes(self, text: bytes | str) -> tuple[np.ndarray, np.ndarray]:
         """(ids int32[n], bytes int32[n]); the bytes sum to the text's length unless n is 0."""
         string = text.decode() if isinstance(text, bytes) else text
-        encoding = self._tokenizer.encode(string, add_special_tokens=False)
+        encoding = self._encode(string)
         ids = np.asarray(encoding.ids, np.int32)
         if not len(ids):
             return ids, np.zeros(0, np.int32)
-        byte_at = _byte_offsets(string)
+        byte_at = byte_offsets(string)
         ends = np.asarray(encoding.offsets, np.int64).reshape(-1, 2)[:, 1]
         covered = np.maximum.accumulate(byte_at[ends])
         covered[-1] = byte_at[-1]
@@ -204,12 +257,78 @@ class JsonTokenizer:
         values = np.asarray(ids, np.int64)
         known = (values >= 0) & (values < self.vocab_size)
         keep = values[known & (values != self.bos_id) & (values != self.eos_id)]
-        try:
+        with said_by_the_library(f"data.tokenizer: {self._path} cannot decode"):
             if (self._byte_of[keep] >= 0x80).any():
                 return str(self._tokenizer.decoder.decode(self._pieces(keep)))
             return self._tokenizer.decode(keep.tolist(), skip_special_tokens=True)
-        except Exception as error:  # the library raises bare Exception
-            raise UserError(f"data.tokenizer: {self._path} cannot decode: {_first_line(error)}") from None
+
+    def bytes_of(self, ids: np.ndarray, begins: bool) -> np.ndarray:
+        """int32[n]: what every id adds to the bytes of the text that they decode to; a stray byte is one.
+
+        A decoder may leave out what opens a text, as the space that SentencePiece puts there, and may spell a space in
+        three bytes (E2 96 81): the first of them has it.
+        """
+        if self._byte_level:
+            return self.byte_lengths[ids]
+        ids = np.asarray(ids)
+        for id_ in np.unique(ids[self._added[ids] < 0]).tolist():
+            self._added[id_] = self._bytes_behind([self._neighbour], id_)
+        lengths = self._added[ids]
+        if self._space_in_bytes:
+            values = self._byte_of[ids]
+            (places,) = np.nonzero((values[:-2] == 0xE2) & (values[1:-1] == 0x96) & (values[2:] == 0x81))
+            lengths[places + 1] = lengths[places + 2] = 0
+        (visible,) = np.nonzero(lengths)
+        if begins and len(visible):
+            first = int(visible[0])
+            is_space = self._space_in_bytes and first + 2 < len(ids) and not lengths[first + 1 : first + 3].any()
+            opening = ids[first : first + 3] if is_space and self._byte_of[ids[first]] == 0xE2 else ids[[first]]
+            if len(opening) > 1 or self._byte_of[ids[first]] < 0x80:
+                lengths[first] = len(self._plain_decoder.decode(self._pieces(opening)).encode())
+        return lengths
+
+    def _bytes_behind(self, before: list[str], id_: int) -> int:
+        if self._byte_of[id_] >= 0:
+            return 1
+        piece = None if id_ in (self.bos_id, self.eos_id) else self._spellings[id_]
+        if piece is None:
+            return 0
+        with said_by_the_library(f"data.tokenizer: {self._path} cannot decode"):
+            start = len(self._plain_decoder.decode(before))
+            return len(self._plain_decoder.decode([*before, piece])[start:].encode())
+
+    def lost(self, text: str) -> int:
+        """Bytes of a text that its ids do not tell: dropped, changed by a normaliser, or unknown.
+
+        0 where the ids decode to the text. Otherwise every stretch of text is compared with what its own ids decode to:
+        what is not in there is lost. Spaces that a decoder would put between all ids tell nothing.
+        """
+        encoding = self._encode(text)
+        ids = np.asarray(encoding.ids, np.int64)
+        if not (ids == self.unknown_id).any() and self.decode(ids) == text:
+            return 0
+        lost, end, known = 0, 0, functools.lru_cache(maxsize=1 << 14)(self._lost_of)
+        for start, stop, members in stretches(encoding.offsets):
+            piece = tuple(ids[members].tolist())
+            if self.unknown_id in piece:
+                lost += len(text[start:stop].encode()) + known(text[end:start], piece, not end)
+            else:
+                lost += known(text[end:stop], piece, not end)
+            end = stop
+        return lost + len(text[end:].encode())
+
+    def _lost_of(self, text: str, ids: tuple[int, ...], first: bool) -> int:
+        """Bytes of a stretch of text that its ids do not add to the text before them (``first``: there is none)."""
+        if not text:
+            return 0
+        pieces, before = self._pieces(np.asarray(ids)), [] if first else [self._neighbour]
+        with said_by_the_library(f"data.tokenizer: {self._path} cannot decode"):
+            start = len(self._plain_decoder.decode(before)) if before else 0
+            told = self._plain_decoder.decode([*before, *pieces])[start:]
+        if text in told:
+            return 0
+        blocks = difflib.SequenceMatcher(None, text, told, autojunk=False).get_matching_blocks()
+        return len(text.encode()) - sum(len(text[a : a + size].encode()) for a, _, size in blocks)
 
     def _pieces(self, ids: np.ndarray) -> list[str]:
         """The spelling of ids, bytes as the characters that they are.
@@ -220,7 +339,7 @@ class JsonTokenizer:
         pieces: list[str] = []
         for is_byte, run in itertools.groupby(ids.tolist(), lambda id_: self._byte_of[id_] >= 0):
             if is_byte:
-                pieces += bytes(self._byte_of[list(run)].astype(np.uint8)).decode("utf-8", _EACH)
+                pieces += bytes(self._byte_of[list(run)].astype(np.uint8)).decode("utf-8", EACH)
             else:
                 pieces += [piece for id_ in run if (piece := self._spellings[id_]) is not None]
         return pieces
@@ -238,7 +357,7 @@ class JsonTokenizer:
         piece = self._spellings[id_]
         if not piece or id_ in (self.bos_id, self.eos_id):
             return False
-        inside = _later_bytes() if self._byte_level else _STRAY
+        inside = later_bytes() if self._byte_level else STRAY
         return piece[0] not in inside and self.decode([id_]) != ""
 
 
@@ -252,8 +371,8 @@ def declared_special(path: Path) -> dict[str, str]:
         return {}
     try:
         described = json.loads(beside.read_text("utf-8"))
-    except (OSError, ValueError) as error:
-        raise UserError(f"data.tokenizer: cannot read {beside}: {_first_line(error)}") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(f"data.tokenizer: cannot read {beside}: {first_line(error)}") from None
     found: dict[str, str] = {}
     for role in ("bos_token", "eos_token"):
         token = described.get(role) if isinstance(described, dict) else None
@@ -272,48 +391,3 @@ def load(spec: str) -> Tokenizer:
         hint = "; did you mean 'bytes'?" if difflib.get_close_matches(spec, ["bytes"]) else ""
         raise UserError(f"data.tokenizer: {spec!r} is neither 'bytes' nor an existing tokenizer.json file{hint}")
     return JsonTokenizer(path)
-
-
-def _byte_offsets(string: str) -> np.ndarray:
-    """int64[len(string) + 1]: where each character starts in UTF-8, and the length in bytes."""
-    if string.isascii():
-        return np.arange(len(string) + 1, dtype=np.int64)
-    points = np.frombuffer(string.encode("utf-32-le"), np.uint32)
-    widths = 1 + (points >= 0x80) + (points >= 0x800) + (points >= 0x10000)
-    return np.concatenate([[0], np.cumsum(widths, dtype=np.int64)])
-
-
-def _is_byte_level(described: dict[str, Any]) -> bool:
-    """Whether pieces spell bytes by one printable character each."""
-    return '"ByteLevel"' in json.dumps([described.get(part) for part in ("pre_tokenizer", "decoder", "normalizer")])
-
-
-@functools.cache
-def _later_bytes() -> frozenset[str]:
-    """The characters by which byte-level pieces spell 80 to BF, the bytes that no UTF-8 character begins with."""
-    from tokenizers.pre_tokenizers import ByteLevel
-
-    spell = ByteLevel(add_prefix_space=False, use_regex=False).pre_tokenize_str
-    return frozenset(spell(chr(0x80 + byte))[0][0][1] for byte in range(0x40))
-
-
-def _piece_lengths(described: dict[str, Any], vocabulary: dict[str, int], size: int) -> np.ndarray:
-    lengths = np.zeros(size, np.int32)
-    added = {token["id"]: bool(token["special"]) for token in described.get("added_tokens") or []}
-    byte_level = _is_byte_level(described)
-    byte_fallback = bool(described["model"].get("byte_fallback"))
-    prefix = described["model"].get("continuing_subword_prefix") or ""
-    for piece, id_ in vocabulary.items():
-        if id_ in added:
-            lengths[id_] = 0 if added[id_] else len(piece.encode())
-        elif byte_level:
-            lengths[id_] = len(piece)  # one printable character for each byte
-        elif byte_fallback and _BYTE_TOKEN.fullmatch(piece):
-            lengths[id_] = 1
-        else:
-            lengths[id_] = len(piece.removeprefix(prefix).replace("▁", " ").encode())
-    return lengths
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]

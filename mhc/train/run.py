@@ -19,7 +19,7 @@ from jax.sharding import Mesh
 from mhc import config as configs
 from mhc import distributed, provenance, remote
 from mhc.config import Config, shares
-from mhc.data import pipeline, tokenizers
+from mhc.data import fidelity, pipeline, tokenizers
 from mhc.data.places import may_match
 from mhc.data.prepared import manifest_hash
 from mhc.data.tokenizers import Tokenizer
@@ -186,6 +186,7 @@ class Run:
                 batches=self.config.validation.batches,
                 rows=local_rows(self.mesh, train.batch_size),
             )
+            self.lost = {name: of.lost for name, of in self.validation.items()}
             probing = self.config.monitor.probe_every > 0
             self.probe_batch = probes.probe_batch(self.config) if probing else None
         except BaseException:
@@ -295,6 +296,10 @@ class Run:
             "manifest": " ".join(filter(None, manifests)) or None,
             "tokenizer": self.tokenizer.content_hash,
         }
+        if lost := fidelity.worst(self.lost.values()):
+            name = self.config.data.tokenizer
+            self.notes.append(fidelity.reason(lost, name) or fidelity.said(lost, name))
+            data["bytes lost"] = lost
         now = provenance.start(self.config, self.mesh, step=step, data=data)
         earlier = provenance.read(file).starts if file.is_file() else ()
         for note in [*self.notes, *provenance.notes(now, earlier, self.origin)]:
@@ -442,7 +447,7 @@ class Run:
         peak = next((peak for name, peak in PEAK_FLOPS.items() if kind.startswith(name)), None)
         return None if peak is None else tokens_per_second * self.flops_per_token / (peak * self.mesh.size)
 
-    def _validate(self) -> dict[str, float]:
+    def _validate(self) -> dict[str, float | None]:
         """Loss over the fixed validation sets, weighted by tokens; at most two batches are in flight."""
         sums = {name: dict.fromkeys(("nll", "weight", "bytes"), 0.0) for name in self.validation}
         waiting: tuple[str, dict[str, jax.Array]] | None = None
@@ -452,11 +457,11 @@ class Run:
                 for name, value in jax.device_get(part[1]).items():
                     sums[part[0]][name] += float(value)
 
-        def measures(of: Mapping[str, float], suffix: str) -> dict[str, float]:
-            bits = of["nll"] / math.log(2)
+        def measures(of: Mapping[str, float], suffix: str, lost: float) -> dict[str, float | None]:
+            bits = of["nll"] / math.log(2) / of["bytes"] if of["bytes"] else math.nan
             return {
                 f"val_loss{suffix}": of["nll"] / max(of["weight"], 1.0),
-                f"val_bits_per_byte{suffix}": bits / of["bytes"] if of["bytes"] else math.nan,
+                f"val_bits_per_byte{suffix}": bits if lost <= fidelity.LIMIT else None,
             }
 
         with self.phases("validation"):
@@ -468,10 +473,10 @@ class Run:
                     self.phases.beat()
             add(waiting)
         total = {key: sum(of[key] for of in sums.values()) for key in ("nll", "weight", "bytes")}
-        found = measures(total, "")
+        found = measures(total, "", fidelity.worst(self.lost.values()))
         for name, of in sums.items():
             if name:  # one of several
-                found |= measures(of, f"/{name}")
+                found |= measures(of, f"/{name}", self.lost[name])
         return found
 
     def _probe(self, metrics: dict[str, Any] | None) -> None:
@@ -662,8 +667,10 @@ class Run:
         reason = "halted" if self.halted else "finished" if finished else "stopped"
         if reason == "stopped":
             self.record.event("stopped", self.step, reason="signal")
+        withheld = fidelity.reason(fidelity.worst(self.lost.values()), self.config.data.tokenizer)
         whole = {
             **(self.record.summary() if self.primary else {}),
+            **({"bits_per_byte_reason": withheld} if withheld else {}),
             "steps": self.step,
             "tokens": self.tokens,
             "seconds": self._seconds(),
