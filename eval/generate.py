@@ -19,12 +19,12 @@ import sys
 import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
 from eval import checkpoints
+from eval.prompts import check_stops, check_text, place_of, read_prompts
 from eval.terminal import Progress
 from mhc import cli
 from mhc.config import Config
@@ -288,15 +288,21 @@ class Generator:
         """bos and the tokens of each prompt.
 
         Raises:
-          UserError: a prompt and ``new`` tokens are more than the model's learned positions.
+          UserError: a prompt that the tokeniser has no ids for, or that is with ``new`` tokens more than the model's
+            learned positions.
         """
-        ids = [[self.tokenizer.bos_id, *self.tokenizer.encode(prompt).tolist()] for prompt in prompts]
+        ids = []
+        for number, text in enumerate(prompts, start=1):
+            try:
+                ids.append([self.tokenizer.bos_id, *self.tokenizer.encode(text).tolist()])
+            except UserError as error:
+                raise UserError(f"{place_of(text, number)}: {error}") from None
         most = self.config.max_length
-        for number, prompt in enumerate(ids, start=1):
+        for number, (text, prompt) in enumerate(zip(prompts, ids, strict=True), start=1):
             if self.config.positions.kind == "learned" and len(prompt) + new > most:
                 raise UserError(
-                    f"prompt {number}: given {len(prompt)} tokens (bos included) and {new} new ones, allowed: {most} "
-                    "together, the rows of the model's learned positions"
+                    f"{place_of(text, number)}: given {len(prompt)} tokens (bos included) and {new} new ones, allowed: "
+                    f"{most} together, the rows of the model's learned positions"
                 )
         return ids
 
@@ -443,36 +449,6 @@ def _row_key(seed: int, prompt: Sequence[int]) -> Any:
 # The command line -----------------------------------------------------------------------------------------------------
 
 
-def read_prompts(path: str, field: str) -> list[str]:
-    """The prompts of a file: its lines but empty ones, or, of a .jsonl file, a field of each line.
-
-    Raises:
-      UserError: no such file, no UTF-8, a line that is no object with the field, or no prompt at all.
-    """
-    try:
-        lines = Path(path).read_text("utf-8").split("\n")
-    except OSError as error:
-        raise UserError(f"--prompts: cannot read {path}: {error.strerror}") from None
-    except UnicodeDecodeError as error:
-        raise UserError(f"--prompts: {path} is not UTF-8 (byte {error.start})") from None
-    numbered = [(number, line.removesuffix("\r")) for number, line in enumerate(lines, start=1) if line.strip()]
-    if not numbered:
-        raise UserError(f"--prompts: {path} holds no prompt")
-    if not path.endswith(".jsonl"):
-        return [line for _, line in numbered]
-    prompts = []
-    for number, line in numbered:
-        try:
-            value = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise UserError(f"--prompts: {path}, line {number}: not JSON: {error.msg}") from None
-        if not isinstance(value, dict) or not isinstance(value.get(field), str):
-            has = f"it has: {', '.join(value)}" if isinstance(value, dict) else "it is no object"
-            raise UserError(f"--prompts: {path}, line {number}: no text in field {field!r} (--field); {has}")
-        prompts.append(value[field])
-    return prompts
-
-
 def _parser() -> cli.Parser:
     parser = cli.Parser(prog="python -m eval.generate", description="Generate text with a trained model.")
     parser.add_argument("--checkpoint", required=True, metavar="RUN", help="run folder, or RUN/checkpoints/STEP")
@@ -505,14 +481,11 @@ def main(arguments: Sequence[str]) -> int:
     for name, least in (("max_new_tokens", 1), ("batch_size", 1), ("seed", 0)):
         if not least <= getattr(options, name) < 2**32:
             raise UserError(f"--{name}: given {getattr(options, name)}, allowed: {least} or more, below 2^32")
-    if "" in options.stop:
-        raise UserError("--stop: given '', allowed: a text")
+    check_stops(options.stop)
     run, step = checkpoints.locate(options.checkpoint, options.step)
     prompts = [options.prompt] if options.prompts is None else read_prompts(options.prompts, options.field)
-    try:
-        prompts[0].encode()
-    except UnicodeEncodeError:
-        raise UserError("--prompt: not UTF-8") from None
+    if options.prompt is not None:
+        check_text(options.prompt, "--prompt")
     out = None if options.json is None else cli.check_file(options.json, "--json")
 
     # jax takes seconds to import: only a command without mistakes waits for it.

@@ -104,12 +104,16 @@ def make_rows(config: Config, prompts: Sequence[str], validation: int, length: i
     Raises:
       UserError: the validation set cannot be read, or has no text.
     """
+    from eval.prompts import place_of
     from mhc.data import pipeline, tokenizers
 
     tokenizer = tokenizers.load(config.data.tokenizer)
     found = []
-    for prompt in prompts:
-        ids = [tokenizer.bos_id, *tokenizer.encode(prompt).tolist()][:length]
+    for number, prompt in enumerate(prompts, start=1):
+        try:
+            ids = [tokenizer.bos_id, *tokenizer.encode(prompt).tolist()][:length]
+        except UserError as error:
+            raise UserError(f"{place_of(prompt, number)}: {error}") from None
         found.append((ids, [1] * len(ids), range(len(ids))))
     if validation:
         batches = pipeline.validation_batches(config.data, tokenizer, batch_size=validation, batches=1)
@@ -528,7 +532,7 @@ def _check(options: argparse.Namespace) -> None:
 
 def _rows(options: argparse.Namespace, config: Config) -> Rows:
     """What the options ask for. Raises UserError where that cannot be read, or is longer than the run's rows."""
-    from eval.generate import read_prompts
+    from eval.prompts import read_prompts
 
     most = config.data.sequence_length
     if options.length is not None and options.length > most:

@@ -40,6 +40,16 @@ def said_by_the_library(what: str) -> Iterator[None]:
         raise UserError(f"{what}: {first_line(error)}") from None
 
 
+def utf8(text: str) -> bytes:
+    """Return a text's UTF-8. Raises UserError for half a character: an unpaired surrogate."""
+    try:
+        return text.encode()
+    except UnicodeEncodeError as error:
+        raise UserError(
+            f"not UTF-8: character {error.start + 1} is an unpaired surrogate (U+{ord(text[error.start]):04X})"
+        ) from None
+
+
 def stretches(offsets: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int, slice]]:
     """(first character, end, ids) of the stretches of text that no id reaches over."""
     first, start, end = 0, *(offsets[0] if offsets else (0, 0))

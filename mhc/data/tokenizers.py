@@ -32,6 +32,7 @@ from mhc.data.spelling import (
     plain_decoder,
     said_by_the_library,
     stretches,
+    utf8,
 )
 from mhc.errors import UserError
 
@@ -115,7 +116,7 @@ class ByteTokenizer:
 
     def encode(self, text: bytes | str) -> np.ndarray:
         """int32[bytes of text]."""
-        data = text.encode() if isinstance(text, str) else text
+        data = utf8(text) if isinstance(text, str) else text
         return np.frombuffer(data, np.uint8).astype(np.int32)
 
     def encode_with_bytes(self, text: bytes | str) -> tuple[np.ndarray, np.ndarray]:
@@ -228,6 +229,7 @@ class JsonTokenizer:
             with said_by_the_library(f"data.tokenizer: {self._path} cannot encode"):
                 return self._tokenizer.encode(text, add_special_tokens=False)
         except UserError as error:
+            utf8(text)
             fails = next((part for part in [*text.split(), *re.findall(r"\s", text)] if self._fails(part)), text)
             raise UserError(f"{error}: {fails if len(fails) <= 40 else fails[:40] + '…'!r}") from None
 
