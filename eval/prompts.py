@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterable
 from pathlib import Path
 
-from mhc.data.places import is_lines
+from mhc.data.places import is_lines, is_parquet, pointer
 from mhc.data.spelling import utf8
 from mhc.errors import UserError
 
@@ -41,6 +41,8 @@ def read_prompts(path: str, field: str) -> list[str]:
     """
     try:
         content = Path(path).read_bytes()
+        if what := pointer(content):
+            raise UserError(f"--prompts: {path} is a {what}")
         lines = content.decode("utf-8-sig").split("\n")
     except OSError as error:
         raise UserError(f"--prompts: cannot read {path}: {error.strerror}") from None
@@ -51,7 +53,7 @@ def read_prompts(path: str, field: str) -> list[str]:
     for number, line in enumerate(lines, start=1):
         if line.strip():
             place = f"--prompts: {path}, line {number}"
-            text = _of_line(line, field, place) if is_lines(path) else line.removesuffix("\r")
+            text = _of_line(line, field, place) if is_lines(path) and not is_parquet(path) else line.removesuffix("\r")
             check_text(text, place)
             prompt = Prompt(text)
             prompt.place = place

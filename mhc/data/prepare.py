@@ -36,7 +36,8 @@ import numpy as np
 from mhc import cli, remote
 from mhc.config import DataConfig
 from mhc.data import fidelity, tokenizers
-from mhc.data.files import TextFiles, held_out, piece_size
+from mhc.data.files import TextFiles, piece_size
+from mhc.data.holdout import held_out
 from mhc.data.packing import Tokenised, count_pieces, cut_text
 from mhc.data.places import Place, match, may_match, sha256
 from mhc.data.prepared import FORMAT, MANIFEST, ORIGIN, PLAN, TABLE, check_table, counts, pack, parse, unpack

@@ -19,7 +19,8 @@ import numpy as np
 
 from mhc.config import DataConfig, Share, shares
 from mhc.data import stdlib, tokenizers
-from mhc.data.files import TextFiles, TokenFiles, hold_out
+from mhc.data.files import TextFiles, TokenFiles
+from mhc.data.holdout import hold_out
 from mhc.data.packing import Tokenised
 from mhc.data.places import cache_directory
 from mhc.data.prepared import Prepared

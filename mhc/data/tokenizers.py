@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
+from mhc.data.places import pointer
 from mhc.data.spelling import (
     BYTE_TOKEN,
     EACH,
@@ -168,6 +169,8 @@ class JsonTokenizer:
             content = Path(path).read_bytes()
         except OSError as error:
             raise UserError(f"data.tokenizer: cannot read {path}: {error.strerror}") from None
+        if what := pointer(content):
+            raise UserError(f"data.tokenizer: {path} is a {what}")
         with said_by_the_library(f"data.tokenizer: {path} is not a tokenizer.json file"):
             described = json.loads(content)
             self._tokenizer = tokenizers.Tokenizer.from_str(content.decode())
