@@ -34,10 +34,6 @@ def open_tokens(path: Path, token_dtype: str, shown: str) -> np.ndarray:
         except (ValueError, OSError, EOFError, SyntaxError, MemoryError, OverflowError) as error:
             objects = "allow_pickle" in str(error) or "Python objects" in str(error)
             said = "it holds Python objects, not integers" if objects else first_line(error)
-                "it holds Python objects, not integers"
-                if "allow_pickle" in str(error) or "Python objects" in str(error)
-                else first_line(error)
-            )
             raise UserError(f"{shown} is not a readable .npy file: {said}") from None
         if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
             raise UserError(f"{shown}: wanted one axis of integers, found shape {tokens.shape} of {tokens.dtype}")
