@@ -160,7 +160,9 @@ def get_config() -> ConfigDict:
 
     config.validation = validation = ConfigDict()
     validation.every = 100  # steps between validations; 0: only at the end
-    validation.batches = 16  # batches of the fixed validation set; 0: the whole set
+    validation.rows = 512  # rows of the fixed validation set, evenly over its documents; 0: the whole set
+    validation.batches = placeholder(int)  # in place of rows: batches of train.batch_size rows; 0: the whole set
+    validation.rule = placeholder(str)  # spread | first, the rows that come first; None: spread, of older runs first
 
     config.checkpoint = checkpoint = ConfigDict()
     checkpoint.every = 200  # steps between checkpoints; 0: only at the end

@@ -63,7 +63,7 @@ class Found(NamedTuple):
 
 
 def packed(config: Config, split: Split, *, rows: int, batch_size: int, eos: bool = True) -> Corpus:
-    """The rows of the run's validation: documents end to end, cut at the sequence length.
+    """The rows of the run's validation, by its rule: documents end to end, cut at the sequence length.
 
     Args:
       rows: of each set, where validation has several; 0 for all. eos: whether the end of a document is scored as well.
@@ -73,20 +73,21 @@ def packed(config: Config, split: Split, *, rows: int, batch_size: int, eos: boo
 
     source, encode = _open(config, split)
     length, end = config.data.sequence_length, tokenizers.load(config.data.tokenizer).eos_id
+    spread = config.validation.rule != "first"
 
     def batches() -> Iterator[Batch]:
         for first, last in _sets(source):
-            stream = _Numbered(encode, first, last)
-            left, more = rows or math.inf, True
-            while more and left > 0:
+            sizes = None if source.sizes is None else source.sizes[first:last]
+            stream = _Numbered(encode, first, last, length=length, count=rows, sizes=sizes, spread=spread)
+            more = True
+            while more:
                 batch = empty_batch(batch_size, length) | {"documents": np.zeros((batch_size, length), np.int32)}
                 filled = 0
-                while filled < min(batch_size, left) and (more := stream.fill(batch, filled)):
+                while filled < batch_size and (more := stream.fill(batch, filled)):
                     filled += 1
                 if not eos:
                     batch["weights"][batch["targets"] == end] = 0.0
                 if filled:
-                    left -= filled
                     yield batch | {"context": batch["positions"] + 1}
 
     return Corpus(batches(), len(source), _lost(config, source))
@@ -101,28 +102,23 @@ def _sets(source: Any) -> list[tuple[int, int]]:
 class _Numbered:
     """A stream of packed rows that knows of which document each place is: those from ``first`` to before ``last``."""
 
-    def __init__(self, encode: Any, first: int, last: int):
-        from mhc.data.packing import DocumentStream
+    def __init__(self, encode: Any, first: int, last: int, **which: Any):
+        from mhc.data.spread import Rows
 
-        self._stream = DocumentStream(encode, first, 1, end=last)
+        self._stream = Rows(encode, first, last, **which)
         self._taken: list[tuple[int, int]] = []  # (document, pairs) of the row in hand
-
-    @property
-    def position(self) -> int:
-        return self._stream.position
 
     def take(self, room: int) -> Any:
         taken = self._stream.take(room)
         if taken is not None:
-            # A document that is used up leaves the stream at the next one's start.
-            self._taken.append((self._stream.position - (self._stream.offset == 0), len(taken[0])))
+            self._taken.append((self._stream.document, len(taken[0])))
         return taken
 
     def fill(self, batch: Batch, row: int) -> bool:
         from mhc.data.packing import fill_row
 
         self._taken = []
-        found = fill_row(batch, row, self)  # type: ignore[arg-type]
+        found = self._stream.next_row() and fill_row(batch, row, self)  # type: ignore[arg-type]
         numbers = [np.full(pairs, document, np.int32) for document, pairs in self._taken]
         if numbers:
             joined = np.concatenate(numbers)
@@ -389,7 +385,7 @@ def rows_of(options: argparse.Namespace, config: Config, changes: Mapping[str, A
         raise UserError(f"--stride: given {options.stride}, allowed: 1 to data.sequence_length={length}")
     if options.rows is not None:
         return int(options.rows)
-    return 0 if "data.source" in changes else config.validation.batches * config.train.batch_size
+    return 0 if "data.source" in changes else config.validation_rows
 
 
 def corpus_of(config: Config, options: argparse.Namespace, changes: Mapping[str, Any]) -> Corpus:

@@ -209,7 +209,7 @@ def read(file: str | os.PathLike[str]) -> Origin:
         raise UserError(f"{place}: not JSON") from None
     found = _checked(found, place)
     try:
-        config = configs.from_config_dict({**found["config"], "distributed": {}})
+        config = configs.from_config_dict({**configs.as_stored(found["config"]), "distributed": {}})
     except UserError as error:
         raise UserError(f"{place}: {error}; was it written by another version?") from None
     starts = _starts(found, place)

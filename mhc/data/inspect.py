@@ -81,8 +81,13 @@ def read(config: Config, split: Split, batches: int) -> Iterator[tuple[str, Batc
         finally:
             iterator.close()
         return
-    sets = pipeline.validation_sets(config.data, tokenizer, batch_size=size, batches=batches)
-    yield from ((name, batch) for name, of in sets.items() for batch in of)
+    spread = config.validation.rule != "first"
+    sets = pipeline.validation_sets(
+        config.data, tokenizer, batch_size=size, count=config.validation_rows, spread=spread
+    )
+    for name, of in sets.items():
+        print(of.said(name))
+        yield from ((name, batch) for batch in itertools.islice(of, batches))
 
 
 # Statistics -----------------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
 import os
 import sys
@@ -157,6 +158,10 @@ class Run:
         self.place = self.home.place  # as the user named it
         self.faults, self.origin = faults, origin
         self.tokenizer: Tokenizer = tokenizers.load(config.data.tokenizer)
+        stored = remote.read(self.place / "config.json")
+        if stored is not None and (before := configs.from_json(stored.decode()).validation).rule == "first":
+            kept = configs.keep_rule(vars(before), vars(config.validation))  # an older run keeps its rows
+            config = dataclasses.replace(config, validation=configs.ValidationConfig(**kept))
         self.config = configs.resolve(config, self.tokenizer.vocab_size)
         _check_apart(self.config, self.place)
         self.mesh: Mesh = make_mesh(self.config.mesh, None if devices is None else list(devices))
@@ -183,7 +188,8 @@ class Run:
                 self.config.data,
                 self.tokenizer,
                 batch_size=train.batch_size,
-                batches=self.config.validation.batches,
+                count=self.config.validation_rows,
+                spread=self.config.validation.rule != "first",
                 rows=local_rows(self.mesh, train.batch_size),
             )
             self.lost = {name: of.lost for name, of in self.validation.items()}
@@ -296,6 +302,7 @@ class Run:
             "manifest": " ".join(filter(None, manifests)) or None,
             "tokenizer": self.tokenizer.content_hash,
         }
+        self.notes += [of.said(name) for name, of in self.validation.items()]
         if lost := fidelity.worst(self.lost.values()):
             name = self.config.data.tokenizer
             self.notes.append(fidelity.reason(lost, name) or fidelity.said(lost, name))
