@@ -252,6 +252,9 @@ def save(file: Path, made: Outputs) -> None:
         part.unlink(missing_ok=True)
 
 
+_MALFORMED = (ValueError, EOFError, LookupError, TypeError, AttributeError)  # of a file of another form
+
+
 def read(file: Path) -> Outputs:
     """A golden file. Raises UserError where it is none, is damaged, or is of another format."""
     try:
@@ -264,7 +267,16 @@ def read(file: Path) -> Outputs:
         about["vocabulary"], about["tokenizer"], about["points"], about["config"]["residual"]["collapse"]
     except OSError as error:
         raise UserError(f"--against {file}: cannot be read ({error.strerror or error})") from None
-    except (zipfile.BadZipFile, zlib.error, ValueError, EOFError, LookupError, TypeError, AttributeError) as error:
+    except (
+        zipfile.BadZipFile,
+        zlib.error,
+        ValueError,
+        EOFError,
+        LookupError,
+        TypeError,
+        AttributeError,
+        RecursionError,
+    ) as error:
         said = str(error).partition("\n")[0] or type(error).__name__
         raise UserError(f"--against {file}: no golden file, or not whole ({said})") from None
     if known != FORMAT:

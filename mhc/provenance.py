@@ -205,7 +205,7 @@ def read(file: str | os.PathLike[str]) -> Origin:
         raise UserError(f"{place}: no such file, allowed: RUN/{FILE}, e.g. runs/a/{FILE}")
     try:
         found = json.loads(content)
-    except ValueError:
+    except (ValueError, RecursionError):
         raise UserError(f"{place}: not JSON") from None
     found = _checked(found, place)
     try:

@@ -96,6 +96,10 @@ class Tokenizer(Protocol):
         """The text of a sequence of ids; special ids give nothing, broken UTF-8 gives U+FFFD."""
         ...
 
+    def special_tokens(self) -> dict[str, str]:
+        """{bos_token, eos_token, unk_token}: their spellings, of those that have one in a tokenizer.json."""
+        ...
+
     def starts(self, id_: int) -> bool:
         """Whether a sequence may be cut before this id and decoded in two: no character goes across."""
         ...
@@ -132,6 +136,10 @@ class ByteTokenizer:
     def lost(self, text: str) -> int:
         """None."""
         return 0
+
+    def special_tokens(self) -> dict[str, str]:
+        """As `mhc.interop.export` writes bos and eos."""
+        return {"bos_token": "<s>", "eos_token": "</s>"}
 
     def starts(self, id_: int) -> bool:
         """Whether an id is a byte that a character may begin with."""
@@ -354,6 +362,12 @@ class JsonTokenizer:
         """Of each id its piece; None: special, or none."""
         special = {id_ for id_, token in self._tokenizer.get_added_tokens_decoder().items() if token.special}
         return [None if id_ in special else self._tokenizer.id_to_token(id_) for id_ in range(self.vocab_size)]
+
+    def special_tokens(self) -> dict[str, str]:
+        """{bos_token, eos_token, unk_token}: their spellings, of those that the file has."""
+        ids = {"bos_token": self.bos_id, "eos_token": self.eos_id, "unk_token": self.unknown_id}
+        spelled = {role: self._tokenizer.id_to_token(id_) for role, id_ in ids.items() if id_ >= 0}
+        return {role: token for role, token in spelled.items() if token is not None}
 
     def starts(self, id_: int) -> bool:
         """Whether an id begins with a whole character or with the first byte of one."""
