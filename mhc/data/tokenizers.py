@@ -157,7 +157,7 @@ class JsonTokenizer:
     bos and eos are those that a ``tokenizer_config.json`` beside it names, else the first of the usual names that the
     file has (``<s>``, ``<|begin_of_text|>``, … and ``</s>``, ``<|endoftext|>``, …). When only one of the two is found
     it serves as both; when none is, one id is added behind the file's vocabulary and serves as both. Truncation,
-    padding and the post-processor's special tokens are switched off.
+    padding, the post-processor's special tokens and a BPE's dropout are switched off.
 
     ``encode_with_bytes`` is exact for a document: it follows the offsets into the text, so that text which the
     normaliser drops belongs to the next id (at the end: to the last one), and a character that is split over several
@@ -182,6 +182,9 @@ class JsonTokenizer:
         with said_by_the_library(f"data.tokenizer: {path} is not a tokenizer.json file"):
             described = json.loads(content)
             self._tokenizer = tokenizers.Tokenizer.from_str(content.decode())
+            if described["model"].get("dropout"):  # ids drawn at random: no two runs, nor two readings, would agree
+                described["model"]["dropout"] = None
+                self._tokenizer = tokenizers.Tokenizer.from_str(json.dumps(described))
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self._tokenizer.encode_special_tokens = True  # "<|endoftext|>" in a text is text

@@ -591,3 +591,11 @@ def test_tfds_mistakes(prepared: Callable[..., DataConfig]) -> None:
         open_source(dataclasses.replace(data, field="id"), "train")
     with pytest.raises(UserError, match=r"tfds:tale is not prepared in .* \(has: tales\); did you mean 'tfds:tales'\?"):
         open_source(dataclasses.replace(data, source="tfds:tale"), "train")
+
+
+def test_what_ends_a_line_elsewhere_is_text_in_a_line_of_json(tmp_path: Path) -> None:
+    """Line separators of Unicode and control characters: a newline alone ends a line."""
+    texts = [f"one\u2028two\u2029three\x85four\x0bfive\x0csix\x1cseven {number}" for number in range(5)]
+    lines = (json.dumps({"text": text}, ensure_ascii=False) for text in texts)
+    (tmp_path / "a.jsonl").write_text("\r\n".join(lines), "utf-8", newline="")
+    assert everything(config(tmp_path, f"text:{tmp_path}/a.jsonl")) == sorted(text.encode() for text in texts)

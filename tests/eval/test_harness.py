@@ -120,6 +120,17 @@ PAIRS = [
 ]
 
 
+def test_what_is_empty_costs_nothing(model):
+    """A continuation, a context, a text without a token: nothing is predicted, and greedy decoding agrees."""
+    asked = [request("loglikelihood", *pair) for pair in (("a stream", ""), ("", ""), ("a", " stream"))]
+    found = model.loglikelihood(asked)
+    assert found[:2] == [(0.0, True), (0.0, True)] and found[2][0] < 0
+    empty, other = model.loglikelihood_rolling([request("loglikelihood_rolling", text) for text in ("", "a")])
+    assert empty == 0.0 > other
+    (text,) = model.generate_until([request("generate_until", "", {"until": ["", "\n"], "max_gen_toks": 2})])
+    assert "\n" not in text
+
+
 def test_a_text_that_has_no_ids_is_named_by_its_document(model):
     """Before anything is computed: half a character here, a letter that the tokeniser does not know elsewhere."""
     fine = request("loglikelihood", "a", " stream")
