@@ -273,6 +273,8 @@ class JsonTokenizer:
         values = np.asarray(ids, np.int64)
         known = (values >= 0) & (values < self.vocab_size)
         keep = values[known & (values != self.bos_id) & (values != self.eos_id)]
+        if not len(keep):  # a decoder that strips the end panics
+            return ""
         with said_by_the_library(f"data.tokenizer: {self._path} cannot decode"):
             if (self._byte_of[keep] >= 0x80).any():
                 return str(self._tokenizer.decoder.decode(self._pieces(keep)))

@@ -238,7 +238,13 @@ def test_pieces_become_text(kind: str, tmp_path: Path) -> None:
         assert stream.end() == "\N{REPLACEMENT CHARACTER}"
 
 
-KINDS = ("bytes", "bytelevel", "metaspace", "llama2", "unigram_unk", "wordpiece_unk", "wordpiece")
+SPACE = {"type": "Replace", "pattern": {"String": "▁"}, "content": " "}
+BYTES_OF, FUSE = {"type": "ByteFallback"}, {"type": "Fuse"}
+DECODERS = {  # of Gemma's kind, without a space that is stripped, and with bytes joined first
+    "gemma": [SPACE, BYTES_OF, FUSE],
+    "bytes first": [BYTES_OF, FUSE, SPACE, {"type": "Strip", "content": " ", "start": 1, "stop": 0}],
+}
+KINDS = ("bytes", "bytelevel", "metaspace", "llama2", "unigram_unk", "wordpiece_unk", "wordpiece", *DECODERS)
 TOKENIZERS = Path(__file__).parents[1] / "data" / "tokenizers"
 
 
@@ -253,6 +259,10 @@ def kinds(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tokenizer]:
         if kind != "wordpiece":
             library(kind).save(paths[kind])
     Path(paths["wordpiece"]).write_text(json.dumps(described))
+    for kind, parts in DECODERS.items():
+        described = json.loads((TOKENIZERS / "llama2.json").read_text("utf-8"))
+        paths[kind] = str(folder / f"{kind}.json")
+        Path(paths[kind]).write_text(json.dumps({**described, "decoder": {"type": "Sequence", "decoders": parts}}))
     return {kind: tokenizers.load(path) for kind, path in paths.items()}
 
 
