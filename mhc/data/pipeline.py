@@ -237,11 +237,13 @@ class ValidationBatches:
         return share_lost(self._source, self._tokenizer)
 
     def said(self, name: str = "") -> str:
-        """A line on how much of the set is read: it is made for that."""
+        """A line on how much of the set is read; rows are made for that, unless they are all."""
+        of = f"validation set {name}" if name else "validation"
+        if not self._count:
+            return f"{of}: all of its {len(self._source):,} document(s)"
         if not self.documents:
             for _ in self:
                 pass
-        of = f"validation set {name}" if name else "validation"
         return (
             f"{of}: {self.made:,} row(s) of {self._length:,} tokens touch {self.documents:,} of {len(self._source):,} "
             "document(s)"

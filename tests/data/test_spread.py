@@ -156,6 +156,12 @@ def test_rows_are_the_same_whatever_the_batch_the_hosts_and_the_format(tmp_path:
         np.testing.assert_array_equal(same[name], array)
 
 
+def test_a_whole_set_is_not_read_just_to_say_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = pipeline.validation_batches(letters(tmp_path), BYTES, batch_size=4)
+    monkeypatch.setattr(pipeline.ValidationBatches, "__iter__", None)
+    assert made.said("a") == "validation set a: all of its 400 document(s)"
+
+
 def test_what_is_measured_on_them_is_near_the_whole(tmp_path: Path) -> None:
     """The mean letter, which grows from the first document to the last: of the first rows it is the first letters'."""
     data = letters(tmp_path)
