@@ -180,8 +180,16 @@ def test_what_is_measured_on_them_is_near_the_whole(tmp_path: Path) -> None:
 # Of a run -------------------------------------------------------------------------------------------------------------
 
 
-def of_run(source: str, **validation: Any) -> configs.Config:
-    return config(source, validation={"every": 6, **validation})
+def of_run(source: str, steps: int = 4, **validation: Any) -> configs.Config:
+    """A plain run of one block, without probes."""
+    groups: dict[str, dict[str, Any]] = {
+        "model": {"layers": 1},
+        "train": {"steps": steps},
+        "validation": {"every": 2, **validation},
+        "checkpoint": {"every": 2},
+        "monitor": {"probe_every": 0},
+    }
+    return config(source, "plain", **groups)
 
 
 def older(folder: Path) -> None:
@@ -198,8 +206,7 @@ def test_a_run_says_what_it_reads_and_perplexity_reads_the_same(
 ) -> None:
     for rows, rule in ((8, None), (8, "first")):
         folder = tmp_path / f"{rule}"
-        fields = {"rows": rows, "batches": None, "rule": rule}
-        assert run(of_run(corpus, **fields), folder) == 0
+        assert run(of_run(corpus, rows=rows, batches=None, rule=rule), folder) == 0
         said = capsys.readouterr().err
         assert f"{folder}: validation: {rows} row(s) of 16 tokens touch " in said
         assert perplexity.main(["--checkpoint", str(folder), "--json", str(tmp_path / "found.json")]) == 0
@@ -214,10 +221,7 @@ def test_an_older_run_keeps_its_rows(corpus: str, tmp_path: Path, capsys: pytest
     """With the command as it was: the default that was 16 batches is none now, and another number is refused."""
     old, whole = tmp_path / "old", tmp_path / "whole"
     assert run(of_run(corpus, rule="first", batches=2), whole) == 0
-    half = configs.from_config_dict(
-        {**configs.to_dict(of_run(corpus, rule="first", batches=2)), "train": {"steps": 6, "batch_size": 8}}
-    )
-    assert run(half, old) == 0
+    assert run(of_run(corpus, 2, rule="first", batches=2), old) == 0
     older(old)
     assert configs.from_json((old / "config.json").read_text()).validation.rule == "first"
     with pytest.raises(UserError, match=r"validation.batches: stored 2, given 3"):
@@ -226,7 +230,5 @@ def test_an_older_run_keeps_its_rows(corpus: str, tmp_path: Path, capsys: pytest
     assert run(of_run(corpus, batches=None), old) == 0
     assert "validation.r" not in capsys.readouterr().err
     assert lines(old, "metrics") == lines(whole, "metrics")
-    new = tmp_path / "new"
-    assert run(of_run(corpus, batches=2), new) == 0
-    assert lines(new, "metrics")[-1]["val_loss"] != lines(whole, "metrics")[-1]["val_loss"]
-    assert read_json(new / "config.json")["validation"]["rule"] == "spread"
+    new = configs.resolve(of_run(corpus, batches=2), BYTES.vocab_size)
+    assert (new.validation.rule, new.validation_rows) == ("spread", 16)
