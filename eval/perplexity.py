@@ -224,17 +224,8 @@ def score(
     tokenizer = tokenizers.load(checkpoint.config.data.tokenizer).content_hash
     seconds = time.monotonic() - started
     withheld = fidelity.reason(corpus.lost, checkpoint.config.data.tokenizer)
-    return Found(
-        checkpoint.name,
-        checkpoint.config.residual.kind,
-        checkpoint.steps,
-        there,
-        Sums(*sums[:, there]),
-        by_position[1:],
-        tokenizer,
-        seconds,
-        withheld,
-    )
+    of, kind = Sums(*sums[:, there]), checkpoint.config.residual.kind
+    return Found(checkpoint.name, kind, checkpoint.steps, there, of, by_position[1:], tokenizer, seconds, withheld)
 
 
 def summary(found: Found, first: Found | None) -> dict[str, Any]:

@@ -21,6 +21,7 @@ import array
 import codecs
 import copy
 import dataclasses
+import functools
 import hashlib
 import json
 import logging
@@ -276,11 +277,9 @@ class TextFiles(_Files):
             if content[: len(begins)] == begins:
                 raise UserError(f"{self.places[file]}: not UTF-8: it is compressed, and its name must end in {ending}")
         if self._looks_like_lines(content[:_LOOKED_AT]):
-            _log.warning(
-                "%s: its lines are JSON objects with the field %r (data.field), but a file of this name is read as "
-                "plain text, JSON and all; name it .jsonl to read the field",
-                self.places[file],
-                self._data.field,
+            _warn_once(
+                f"{self.places[file]}: its lines are JSON objects with the field {self._data.field!r} (data.field), "
+                "but a file of this name is read as plain text, JSON and all; name it .jsonl to read the field"
             )
         while start < len(content):
             stop = _cut(content, start, block)
@@ -364,6 +363,11 @@ class TokenFiles(_Files):
                 start = stop + 1
         if start < len(tokens):
             yield start, len(tokens), number
+
+
+@functools.cache  # a corpus is opened for training, for validation and for the probes
+def _warn_once(line: str) -> None:
+    _log.warning("%s", line)
 
 
 def _without_mark(line: bytes, number: int) -> bytes:
