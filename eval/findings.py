@@ -15,6 +15,7 @@ from eval.recompute import Recomputed
 from eval.runs import Arm, differing_fields
 from eval.spikes import History, monitors
 from eval.topologies import Paired, Topology
+from mhc.data import fidelity
 
 AGREEMENT = 1e-4  # relative difference up to which recomputed gains count as the logged ones
 
@@ -56,7 +57,7 @@ def findings(
         *_recomputed(arms, recomputed),
     ]
     said = [Finding(text) for text in out]
-    return said + [Finding(text, warning=True) for text in (*warnings, *_mismatches(arms))]
+    return said + [Finding(text, warning=True) for text in (*warnings, *_mismatches(arms), *_lossy(arms))]
 
 
 def number(value: float | None, digits: int = 4) -> str:
@@ -72,6 +73,15 @@ def number(value: float | None, digits: int = 4) -> str:
     rounded = abs(float(f"{value:.{digits - 1}e}"))  # 0.0999… is 0.1, which has a digit less behind the point
     places = digits - 1 - (math.floor(math.log10(rounded)) if value else 0)
     return f"{value:.{max(places, 0)}f}"
+
+
+def _lossy(arms: Sequence[Arm]) -> list[str]:
+    """A line for each tokeniser that loses a part of the text."""
+    shares: dict[str, float] = {}
+    for arm in arms:
+        name = str(arm.config["data"].get("tokenizer"))
+        shares[name] = max(arm.lost, shares.get(name, 0.0))
+    return [fidelity.reason(share, name) or fidelity.said(share, name) for name, share in shares.items() if share]
 
 
 def _ranking(arms: Sequence[Arm], measures: Measures) -> list[str]:

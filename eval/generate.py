@@ -13,23 +13,22 @@ memory but the cache's.
 
 from __future__ import annotations
 
-import codecs
 import dataclasses
 import json
 import sys
 import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
 from eval import checkpoints
+from eval.prompts import check_stops, check_text, place_of, read_prompts
 from eval.terminal import Progress
 from mhc import cli
 from mhc.config import Config
-from mhc.data.tokenizers import ByteTokenizer, Tokenizer
+from mhc.data.tokenizers import Tokenizer
 from mhc.errors import UserError
 
 if TYPE_CHECKING:
@@ -68,51 +67,69 @@ class TextStream(Protocol):
         ...
 
 
-class ByteStream:
-    """For the byte tokeniser."""
-
-    def __init__(self) -> None:
-        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-
-    def push(self, token: int) -> str:
-        return self._decoder.decode(bytes([token]) if token < 256 else b"")
-
-    def end(self) -> str:
-        return self._decoder.decode(b"", final=True)
+_STRAY = "\N{REPLACEMENT CHARACTER}"
 
 
 class PieceStream:
-    """For tokenisers whose pieces are spelled by their neighbours: a space at the start, a character of several pieces.
+    """What tokens add to the text of those before them: in all, what decoding the whole gives.
 
     The last pieces that were told are decoded again together with the new ones; what comes out behind them is new.
+    U+FFFD at the end is held back as long as it may become a character: bytes that are part of one are three at most.
     """
 
     def __init__(self, tokenizer: Tokenizer, before: Sequence[int]) -> None:
         self._tokenizer = tokenizer
-        self._ids = list(before[-_CONTEXT:])
-        self._told = len(self._ids)
+        self._ids = list(before)
+        self._cut()
+        self._told = 0  # characters of the text of _ids
+        # What the tokens before give by themselves. They may end within a character.
         self._before = tokenizer.decode(self._ids)
+        self._tell(self._before, len(self._before))
 
     def push(self, token: int) -> str:
+        """The text that is certain now and was not before."""
         self._ids.append(token)
         text = self._tokenizer.decode(self._ids)
-        return "" if text.endswith("\N{REPLACEMENT CHARACTER}") else self._tell(text)
+        new = self._tell(text, len(text))
+        if self._told == len(text) and len(self._ids) > 4 * _CONTEXT and self._cut():
+            self._before = self._tokenizer.decode(self._ids)
+            self._told = len(self._before)
+        return new
 
     def end(self) -> str:
-        return self._tell(self._tokenizer.decode(self._ids))
-
-    def _tell(self, text: str) -> str:
-        new = text[len(self._before) :]
-        if new:
-            self._ids = self._ids[self._told :] if self._told < len(self._ids) else self._ids
-            self._told = len(self._ids)
-            self._before = self._tokenizer.decode(self._ids)
+        """What was held back, as it is."""
+        text = self._tokenizer.decode(self._ids)
+        self._pass(text, len(text))
+        self._told, new = len(text), text[self._told :]
         return new
+
+    def _tell(self, text: str, end: int) -> str:
+        while end and len(text) - end < 3 and text[end - 1] == _STRAY:
+            end -= 1
+        self._pass(text, end)
+        start, self._told = self._told, max(self._told, end)
+        return text[start:end]
+
+    def _pass(self, text: str, end: int) -> None:
+        """Passes over what the tokens before gave by themselves and still do."""
+        end = min(end, len(self._before))
+        while self._told < end and text[self._told] == self._before[self._told]:
+            self._told += 1
+        if self._told < end:
+            self._before = self._before[: self._told]  # the rest of it became another character
+
+    def _cut(self) -> bool:
+        """Whether ids far from the end were forgotten: those before one that opens a character."""
+        for index in range(len(self._ids) - _CONTEXT, 0, -1):
+            if self._tokenizer.starts(self._ids[index]):
+                self._ids = self._ids[index:]
+                return True
+        return False
 
 
 def text_stream(tokenizer: Tokenizer, before: Sequence[int]) -> TextStream:
     """The stream of what follows the tokens ``before``."""
-    return ByteStream() if isinstance(tokenizer, ByteTokenizer) else PieceStream(tokenizer, before)
+    return PieceStream(tokenizer, before)
 
 
 class StopStrings:
@@ -271,15 +288,21 @@ class Generator:
         """bos and the tokens of each prompt.
 
         Raises:
-          UserError: a prompt and ``new`` tokens are more than the model's learned positions.
+          UserError: a prompt that the tokeniser has no ids for, or that is with ``new`` tokens more than the model's
+            learned positions.
         """
-        ids = [[self.tokenizer.bos_id, *self.tokenizer.encode(prompt).tolist()] for prompt in prompts]
+        ids = []
+        for number, text in enumerate(prompts, start=1):
+            try:
+                ids.append([self.tokenizer.bos_id, *self.tokenizer.encode(text).tolist()])
+            except UserError as error:
+                raise UserError(f"{place_of(text, number)}: {error}") from None
         most = self.config.max_length
-        for number, prompt in enumerate(ids, start=1):
+        for number, (text, prompt) in enumerate(zip(prompts, ids, strict=True), start=1):
             if self.config.positions.kind == "learned" and len(prompt) + new > most:
                 raise UserError(
-                    f"prompt {number}: given {len(prompt)} tokens (bos included) and {new} new ones, allowed: {most} "
-                    "together, the rows of the model's learned positions"
+                    f"{place_of(text, number)}: given {len(prompt)} tokens (bos included) and {new} new ones, allowed: "
+                    f"{most} together, the rows of the model's learned positions"
                 )
         return ids
 
@@ -426,36 +449,6 @@ def _row_key(seed: int, prompt: Sequence[int]) -> Any:
 # The command line -----------------------------------------------------------------------------------------------------
 
 
-def read_prompts(path: str, field: str) -> list[str]:
-    """The prompts of a file: its lines but empty ones, or, of a .jsonl file, a field of each line.
-
-    Raises:
-      UserError: no such file, no UTF-8, a line that is no object with the field, or no prompt at all.
-    """
-    try:
-        lines = Path(path).read_text("utf-8").split("\n")
-    except OSError as error:
-        raise UserError(f"--prompts: cannot read {path}: {error.strerror}") from None
-    except UnicodeDecodeError as error:
-        raise UserError(f"--prompts: {path} is not UTF-8 (byte {error.start})") from None
-    numbered = [(number, line.removesuffix("\r")) for number, line in enumerate(lines, start=1) if line.strip()]
-    if not numbered:
-        raise UserError(f"--prompts: {path} holds no prompt")
-    if not path.endswith(".jsonl"):
-        return [line for _, line in numbered]
-    prompts = []
-    for number, line in numbered:
-        try:
-            value = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise UserError(f"--prompts: {path}, line {number}: not JSON: {error.msg}") from None
-        if not isinstance(value, dict) or not isinstance(value.get(field), str):
-            has = f"it has: {', '.join(value)}" if isinstance(value, dict) else "it is no object"
-            raise UserError(f"--prompts: {path}, line {number}: no text in field {field!r} (--field); {has}")
-        prompts.append(value[field])
-    return prompts
-
-
 def _parser() -> cli.Parser:
     parser = cli.Parser(prog="python -m eval.generate", description="Generate text with a trained model.")
     parser.add_argument("--checkpoint", required=True, metavar="RUN", help="run folder, or RUN/checkpoints/STEP")
@@ -488,14 +481,11 @@ def main(arguments: Sequence[str]) -> int:
     for name, least in (("max_new_tokens", 1), ("batch_size", 1), ("seed", 0)):
         if not least <= getattr(options, name) < 2**32:
             raise UserError(f"--{name}: given {getattr(options, name)}, allowed: {least} or more, below 2^32")
-    if "" in options.stop:
-        raise UserError("--stop: given '', allowed: a text")
+    check_stops(options.stop)
     run, step = checkpoints.locate(options.checkpoint, options.step)
     prompts = [options.prompt] if options.prompts is None else read_prompts(options.prompts, options.field)
-    try:
-        prompts[0].encode()
-    except UnicodeEncodeError:
-        raise UserError("--prompt: not UTF-8") from None
+    if options.prompt is not None:
+        check_text(options.prompt, "--prompt")
     out = None if options.json is None else cli.check_file(options.json, "--json")
 
     # jax takes seconds to import: only a command without mistakes waits for it.

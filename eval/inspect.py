@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from eval import checkpoints
+from eval.prompts import check_text
 from eval.terminal import Progress, aligned
 from mhc import cli
 from mhc.errors import UserError, did_you_mean
@@ -532,10 +533,8 @@ def _tokenizer(config: Config) -> Tokenizer:
 
 def _ids(tokenizer: Tokenizer, text: str, option: str) -> list[int]:
     """bos and the tokens of a prompt."""
-    try:
-        return [tokenizer.bos_id, *tokenizer.encode(text).tolist()]
-    except UnicodeEncodeError:
-        raise UserError(f"{option}: not UTF-8") from None
+    check_text(text, option)
+    return [tokenizer.bos_id, *tokenizer.encode(text).tolist()]
 
 
 def _label(tokenizer: Tokenizer, token: int) -> str:

@@ -9,7 +9,9 @@ request's numbers are those of a forward pass of it alone, whatever it is batche
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import logging
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -23,10 +25,11 @@ from eval import checkpoints
 from eval.generate import Generator, padded, power_of_two
 from eval.scoring import Scorer, windows
 from eval.terminal import Progress
-from mhc.data import tokenizers
+from mhc.data import fidelity, tokenizers
 from mhc.errors import UserError, did_you_mean
 from mhc.model.sampling import Sampling
 
+_log = logging.getLogger("mhc.eval")
 MAX_NEW_TOKENS = 256  # of a generation whose task does not say: lm-eval's own default
 
 
@@ -105,17 +108,33 @@ class LanguageModel(TemplateLM):
         # A tokeniser may spell both with no more ids than the context alone: nothing would be left to score.
         return context_ids, ids or self.tok_encode(continuation, add_special_tokens=False)
 
+    @contextlib.contextmanager
+    def _naming(self, requests: Sequence[Instance]) -> Iterator[None]:
+        """Names the document of a task whose text the tokeniser has no ids for."""
+        try:
+            yield
+        except UserError:
+            for request in requests:
+                for text in (argument for argument in request.args if isinstance(argument, str)):
+                    try:
+                        self._tokenizer.encode(text)
+                    except UserError as error:
+                        place = f"task {request.task_name}, document {request.doc_id}"
+                        raise UserError(f"{place}: {error}") from None
+            raise
+
     # Likelihoods -----------------------------------------------------------------------------------------------------
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
         """(log-probability in nats, whether it is what greedy decoding gives) of each continuation."""
         pairs = []
-        for context, continuation in (request.args for request in requests):
-            if context:
-                ids = self._encode_pair(context, continuation)
-            else:
-                ids = [self.prefix_token_id], self.tok_encode(continuation, add_special_tokens=False)
-            pairs.append(((context, continuation), *ids))
+        with self._naming(requests):
+            for context, continuation in (request.args for request in requests):
+                if context:
+                    ids = self._encode_pair(context, continuation)
+                else:
+                    ids = [self.prefix_token_id], self.tok_encode(continuation, add_special_tokens=False)
+                pairs.append(((context, continuation), *ids))
         return self._loglikelihood_tokens(pairs)
 
     def _loglikelihood_tokens(
@@ -163,11 +182,20 @@ class LanguageModel(TemplateLM):
         """Log-probability in nats of each text, eos left out: what ``eval.perplexity --without_eos`` sums with a
         stride of the context's length."""
         texts = [request.args[0] for request in requests]
-        tokens = [(None, [self.prefix_token_id], self.tok_encode(text, add_special_tokens=False)) for text in texts]
+        with self._naming(requests):
+            tokens = [(None, [self.prefix_token_id], self.tok_encode(text, add_special_tokens=False)) for text in texts]
+        self._note_lost(texts)
         found = [total for total, _ in self._loglikelihood_tokens(tokens)]
         for text, total in zip(texts, found, strict=True):
             self.cache_hook.add_partial("loglikelihood_rolling", (text,), total)
         return found
+
+    def _note_lost(self, texts: Sequence[str]) -> None:
+        """Says where bits per byte, which lm-eval makes of these, count text that the tokeniser loses."""
+        size = sum(len(text.encode()) for text in texts)
+        share = sum(map(self._tokenizer.lost, texts)) / max(size, 1)
+        if why := fidelity.reason(share, self.checkpoint.config.data.tokenizer):
+            _log.warning("%s: those of these tasks, and their word and byte perplexities, are not comparable", why)
 
     def _batches(self, lengths: Sequence[int]) -> Iterator[tuple[list[int], int, int]]:
         """(items, rows, width) of batches of alike length, the longest first: what does not fit shows at once."""
@@ -249,7 +277,8 @@ class LanguageModel(TemplateLM):
                     batch_size=self.batch_size,
                     mesh=self.checkpoint.mesh,
                 )
-            ids = [self.tok_encode(requests[number].args[0])[-room:] for number in numbers]
+            with self._naming(requests):
+                ids = [self.tok_encode(requests[number].args[0])[-room:] for number in numbers]
 
             def tell(done: int, tokens: int, before: int = before) -> None:
                 progress(lambda seconds: f"generated {before + done} of {len(requests)} texts")

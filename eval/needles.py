@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
+from eval.prompts import check_text
 from mhc.errors import UserError
 
 if TYPE_CHECKING:
@@ -126,7 +127,8 @@ class Text:
 
 
 def check_sentence(sentence: str, option: str) -> None:
-    """Raises UserError where {key} and, after it, {value} are not in it once each."""
+    """Raises UserError where {key} and, after it, {value} are not in it once each, and where it is not UTF-8."""
+    check_text(sentence, option)
     before, _, after = sentence.partition("{value}")
     if before.count("{key}") != 1 or "{key}" in after or sentence.count("{value}") != 1:
         raise UserError(f"{option}: given {sentence!r}, allowed: a sentence with {{key}}, then {{value}}, once each")

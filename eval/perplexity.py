@@ -42,6 +42,7 @@ class Corpus(NamedTuple):
 
     batches: Iterator[Batch]  # fields of mhc.data.packing; also documents [B, T] int32 and context [B, T] int32
     documents: int  # of the split
+    lost: float = 0.0  # share of the text's bytes that the tokeniser loses
 
 
 class Found(NamedTuple):
@@ -55,13 +56,14 @@ class Found(NamedTuple):
     by_position: np.ndarray  # [T, 2]: nats and tokens by the number of tokens before the target that the model saw
     tokenizer: str  # hash: bits per token of others are not comparable
     seconds: float
+    withheld: str | None = None  # why bits per byte says nothing
 
 
 # Rows -----------------------------------------------------------------------------------------------------------------
 
 
 def packed(config: Config, split: Split, *, rows: int, batch_size: int, eos: bool = True) -> Corpus:
-    """The rows of the run's validation: documents end to end, cut at the sequence length.
+    """The rows of the run's validation, by its rule: documents end to end, cut at the sequence length.
 
     Args:
       rows: of each set, where validation has several; 0 for all. eos: whether the end of a document is scored as well.
@@ -71,23 +73,24 @@ def packed(config: Config, split: Split, *, rows: int, batch_size: int, eos: boo
 
     source, encode = _open(config, split)
     length, end = config.data.sequence_length, tokenizers.load(config.data.tokenizer).eos_id
+    spread = config.validation.rule != "first"
 
     def batches() -> Iterator[Batch]:
         for first, last in _sets(source):
-            stream = _Numbered(encode, first, last)
-            left, more = rows or math.inf, True
-            while more and left > 0:
+            sizes = None if source.sizes is None else source.sizes[first:last]
+            stream = _Numbered(encode, first, last, length=length, count=rows, sizes=sizes, spread=spread)
+            more = True
+            while more:
                 batch = empty_batch(batch_size, length) | {"documents": np.zeros((batch_size, length), np.int32)}
                 filled = 0
-                while filled < min(batch_size, left) and (more := stream.fill(batch, filled)):
+                while filled < batch_size and (more := stream.fill(batch, filled)):
                     filled += 1
                 if not eos:
                     batch["weights"][batch["targets"] == end] = 0.0
                 if filled:
-                    left -= filled
                     yield batch | {"context": batch["positions"] + 1}
 
-    return Corpus(batches(), len(source))
+    return Corpus(batches(), len(source), _lost(config, source))
 
 
 def _sets(source: Any) -> list[tuple[int, int]]:
@@ -99,28 +102,23 @@ def _sets(source: Any) -> list[tuple[int, int]]:
 class _Numbered:
     """A stream of packed rows that knows of which document each place is: those from ``first`` to before ``last``."""
 
-    def __init__(self, encode: Any, first: int, last: int):
-        from mhc.data.packing import DocumentStream
+    def __init__(self, encode: Any, first: int, last: int, **which: Any):
+        from mhc.data.spread import Rows
 
-        self._stream = DocumentStream(encode, first, 1, end=last)
+        self._stream = Rows(encode, first, last, **which)
         self._taken: list[tuple[int, int]] = []  # (document, pairs) of the row in hand
-
-    @property
-    def position(self) -> int:
-        return self._stream.position
 
     def take(self, room: int) -> Any:
         taken = self._stream.take(room)
         if taken is not None:
-            # A document that is used up leaves the stream at the next one's start.
-            self._taken.append((self._stream.position - (self._stream.offset == 0), len(taken[0])))
+            self._taken.append((self._stream.document, len(taken[0])))
         return taken
 
     def fill(self, batch: Batch, row: int) -> bool:
         from mhc.data.packing import fill_row
 
         self._taken = []
-        found = fill_row(batch, row, self)  # type: ignore[arg-type]
+        found = self._stream.next_row() and fill_row(batch, row, self)  # type: ignore[arg-type]
         numbers = [np.full(pairs, document, np.int32) for document, pairs in self._taken]
         if numbers:
             joined = np.concatenate(numbers)
@@ -167,7 +165,13 @@ def sliding(config: Config, split: Split, *, rows: int, batch_size: int, stride:
         if batch is not None:
             yield batch
 
-    return Corpus(batches(), len(source))
+    return Corpus(batches(), len(source), _lost(config, source))
+
+
+def _lost(config: Config, source: Any) -> float:
+    from mhc.data import fidelity, tokenizers
+
+    return fidelity.share_lost(source, tokenizers.load(config.data.tokenizer))
 
 
 def _open(config: Config, split: Split) -> tuple[Any, Any]:
@@ -215,20 +219,13 @@ def score(
     if not sums[1].any():
         raise UserError("nothing to score: the split has no token")
     there = np.flatnonzero(sums[1])
-    from mhc.data import tokenizers
+    from mhc.data import fidelity, tokenizers
 
     tokenizer = tokenizers.load(checkpoint.config.data.tokenizer).content_hash
     seconds = time.monotonic() - started
-    return Found(
-        checkpoint.name,
-        checkpoint.config.residual.kind,
-        checkpoint.steps,
-        there,
-        Sums(*sums[:, there]),
-        by_position[1:],
-        tokenizer,
-        seconds,
-    )
+    withheld = fidelity.reason(corpus.lost, checkpoint.config.data.tokenizer)
+    of, kind = Sums(*sums[:, there]), checkpoint.config.residual.kind
+    return Found(checkpoint.name, kind, checkpoint.steps, there, of, by_position[1:], tokenizer, seconds, withheld)
 
 
 def summary(found: Found, first: Found | None) -> dict[str, Any]:
@@ -262,6 +259,8 @@ def summary(found: Found, first: Found | None) -> dict[str, Any]:
         ],
         "seconds": found.seconds,
     }
+    if found.withheld:
+        out |= {"bits_per_byte": dict.fromkeys(("value", "low", "high")), "bits_per_byte_reason": found.withheld}
     if first is not None and first is not found and not alone:
         out["minus_first"] = difference(found, first, weights)
     return out
@@ -274,11 +273,13 @@ def _items(measures: Any) -> list[tuple[str, float]]:
 def difference(found: Found, first: Found, weights: np.ndarray) -> dict[str, Any] | None:
     """Bits per byte (nats per token, where the corpus is of ids) less those of the first, paired by document.
 
-    None where the two did not score the same documents, or other tokens of them.
+    In nats per token also where a tokeniser loses text. None where the two did not score the same documents, or other
+    tokens of them.
     """
     if not np.array_equal(found.documents, first.documents):
         return None
-    by = "bytes" if found.sums.bytes.any() else "tokens"
+    tells = found.sums.bytes.any() and not found.withheld and not first.withheld
+    by = "bytes" if tells else "tokens"
     size = getattr(found.sums, by)
     if not np.array_equal(size, getattr(first.sums, by)):
         return None
@@ -305,11 +306,15 @@ def table(summaries: Sequence[dict[str, Any]]) -> str:
                 f"{values['loss']:.4f}",
                 f"{values['perplexity']:.4g}",
                 f"{values['bits_per_token']:.4f}",
-                "—" if math.isnan(bits["value"]) else f"{bits['value']:.4f} ({interval})",
+                "—" if not _tells(bits) else f"{bits['value']:.4f} ({interval})",
                 "—" if gap is None else f"{gap['value']:+.4f} ({gap['low']:+.4f} to {gap['high']:+.4f})",
             )
         )
     return aligned(lines)
+
+
+def _tells(bits: Mapping[str, float | None]) -> bool:
+    return bits["value"] is not None and not math.isnan(bits["value"])
 
 
 def draw(summaries: Sequence[dict[str, Any]], folder: Path) -> Path:
@@ -319,7 +324,7 @@ def draw(summaries: Sequence[dict[str, Any]], folder: Path) -> Path:
 
     names = checkpoints.short_names([one["checkpoint"] for one in summaries])
     styles = styles_of_kinds([one["kind"] for one in summaries])
-    by_text = not any(math.isnan(one["bits_per_byte"]["value"]) for one in summaries)
+    by_text = all(_tells(one["bits_per_byte"]) for one in summaries)
     measure = "bits_per_byte" if by_text else "loss"
     sheet = Sheet("perplexity", columns=2, legend=list(zip(styles, names, strict=True)), x="", sharey=False)
     sheet.title(0, "bits per byte, 95 % over documents" if by_text else "nats per token, 95 % over documents")
@@ -371,7 +376,7 @@ def rows_of(options: argparse.Namespace, config: Config, changes: Mapping[str, A
         raise UserError(f"--stride: given {options.stride}, allowed: 1 to data.sequence_length={length}")
     if options.rows is not None:
         return int(options.rows)
-    return 0 if "data.source" in changes else config.validation.batches * config.train.batch_size
+    return 0 if "data.source" in changes else config.validation_rows
 
 
 def corpus_of(config: Config, options: argparse.Namespace, changes: Mapping[str, Any]) -> Corpus:
@@ -414,6 +419,8 @@ def main(arguments: Sequence[str]) -> int:
         del checkpoint
     summaries = [summary(one, found[0]) for one in found]
     print(table(summaries))
+    for line in dict.fromkeys(one["bits_per_byte_reason"] for one in summaries if "bits_per_byte_reason" in one):
+        print(f"note: {line}")
     if options.json:
         from mhc.monitor.writers import write_json
 

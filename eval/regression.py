@@ -104,12 +104,16 @@ def make_rows(config: Config, prompts: Sequence[str], validation: int, length: i
     Raises:
       UserError: the validation set cannot be read, or has no text.
     """
+    from eval.prompts import place_of
     from mhc.data import pipeline, tokenizers
 
     tokenizer = tokenizers.load(config.data.tokenizer)
     found = []
-    for prompt in prompts:
-        ids = [tokenizer.bos_id, *tokenizer.encode(prompt).tolist()][:length]
+    for number, prompt in enumerate(prompts, start=1):
+        try:
+            ids = [tokenizer.bos_id, *tokenizer.encode(prompt).tolist()][:length]
+        except UserError as error:
+            raise UserError(f"{place_of(prompt, number)}: {error}") from None
         found.append((ids, [1] * len(ids), range(len(ids))))
     if validation:
         batches = pipeline.validation_batches(config.data, tokenizer, batch_size=validation, batches=1)
@@ -248,6 +252,9 @@ def save(file: Path, made: Outputs) -> None:
         part.unlink(missing_ok=True)
 
 
+_MALFORMED = (ValueError, EOFError, LookupError, TypeError, AttributeError)  # of a file of another form
+
+
 def read(file: Path) -> Outputs:
     """A golden file. Raises UserError where it is none, is damaged, or is of another format."""
     try:
@@ -260,7 +267,16 @@ def read(file: Path) -> Outputs:
         about["vocabulary"], about["tokenizer"], about["points"], about["config"]["residual"]["collapse"]
     except OSError as error:
         raise UserError(f"--against {file}: cannot be read ({error.strerror or error})") from None
-    except (zipfile.BadZipFile, zlib.error, ValueError, EOFError, LookupError, TypeError, AttributeError) as error:
+    except (
+        zipfile.BadZipFile,
+        zlib.error,
+        ValueError,
+        EOFError,
+        LookupError,
+        TypeError,
+        AttributeError,
+        RecursionError,
+    ) as error:
         said = str(error).partition("\n")[0] or type(error).__name__
         raise UserError(f"--against {file}: no golden file, or not whole ({said})") from None
     if known != FORMAT:
@@ -528,7 +544,7 @@ def _check(options: argparse.Namespace) -> None:
 
 def _rows(options: argparse.Namespace, config: Config) -> Rows:
     """What the options ask for. Raises UserError where that cannot be read, or is longer than the run's rows."""
-    from eval.generate import read_prompts
+    from eval.prompts import read_prompts
 
     most = config.data.sequence_length
     if options.length is not None and options.length > most:

@@ -89,6 +89,11 @@ class Arm:
         """The run wrote its summary after its last planned step."""
         return self.summary is not None and self.steps >= self.planned_steps
 
+    @property
+    def lost(self) -> float:
+        """The share of the validation text's bytes that the tokeniser loses; 0 where the run does not tell."""
+        return float(self.starts[-1]["data"].get("bytes lost", 0.0)) if self.starts else 0.0
+
     @functools.cached_property
     def flat(self) -> dict[str, Any]:
         """The configuration as {"section.field": value}; an option that the residual's kind lacks has its default."""
@@ -182,6 +187,7 @@ def measures(arm: Arm) -> dict[str, Any]:
         "val_loss": float(validation[-1]) if len(validation) else None,
         "bits_per_byte": float(bits[-1]) if len(bits) else None,
         "best_bits_per_byte": float(np.min(bits)) if len(bits) else None,
+        **({"bytes_lost": arm.lost} if arm.lost else {}),
         "peak_forward_gain": arm.peak_gain("forward"),
         "peak_backward_gain": arm.peak_gain("backward"),
         "max_grad_norm": largest(grad_norm),

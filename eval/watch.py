@@ -108,7 +108,11 @@ def perplexity(checkpoint: checkpoints.Checkpoint, options: argparse.Namespace, 
     measures = {name: found[name] for name in ("loss", "perplexity", "bits_per_token", "bits_per_byte")}
     values = {name: measure["value"] for name, measure in measures.items()}
     intervals = {name: [measure["low"], measure["high"]] for name, measure in measures.items()}
-    return {**values, "intervals": intervals, **{name: found[name] for name in ("documents", "tokens", "bytes")}}
+    return {
+        **values,
+        "intervals": intervals,
+        **{name: found[name] for name in ("documents", "tokens", "bytes", "bits_per_byte_reason") if name in found},
+    }
 
 
 def tasks_of(names: Sequence[str], data: Path | None) -> harness.Tasks:
@@ -167,7 +171,8 @@ def main(arguments: Sequence[str]) -> int:
         print(f"{run}: scoring checkpoint {step}", file=sys.stderr, flush=True)
         checkpoint = checkpoints.load(options.run, step, changes=changes)
         found = perplexity(checkpoint, options, changes)
-        told = f"{checkpoint.name}: loss {found['loss']:.4f}, {found['bits_per_byte']:.4f} bits per byte"
+        bits = found.get("bits_per_byte_reason") or f"{found['bits_per_byte']:.4f} bits per byte"
+        told = f"{checkpoint.name}: loss {found['loss']:.4f}, {bits}"
         if tasks is not None:
             found["tasks"] = benchmarks(checkpoint, tasks, options.limit)
             told += "".join(f", {name} {next(iter(of.values())):.4f}" for name, of in found["tasks"].items() if of)

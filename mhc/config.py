@@ -488,7 +488,11 @@ class ValidationConfig(_Group, group="validation"):
     """When and on how much the validation loss is taken."""
 
     every: int = _field(100, "steps between validations; 0: only at the end", low=0)
-    batches: int = _field(16, "batches of the fixed validation set; 0: the whole set", low=0)
+    rows: int = _field(
+        512, "rows of the fixed validation set, spread evenly over its documents; 0: the whole set", low=0
+    )
+    batches: int | None = _field(None, "in place of rows: batches of train.batch_size rows; 0: the whole set", low=0)
+    rule: str | None = _field(None, "which rows; None: spread, of older runs first", choices=("spread", "first"))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -696,6 +700,12 @@ class Config:
         """Of each layer, whether it sees only a window."""
         every, windowed = self.attention.global_every, self.attention.window is not None
         return tuple(windowed and not (every and (layer + 1) % every == 0) for layer in range(self.model.layers))
+
+    @property
+    def validation_rows(self) -> int:
+        """Rows of each validation set; 0: all of it."""
+        batches = self.validation.batches
+        return self.validation.rows if batches is None else batches * self.train.batch_size
 
     @property
     def decay_steps(self) -> int:
@@ -1079,6 +1089,7 @@ def resolve(config: Config, vocab_size: int) -> Config:
             collapse=residual.collapse or kind.collapses[0],
         ),
         schedule=dataclasses.replace(config.schedule, decay_steps=config.decay_steps),
+        validation=dataclasses.replace(config.validation, rule=config.validation.rule or "spread"),
     )
 
 
@@ -1151,10 +1162,26 @@ def from_json(text: str, place: object = None) -> Config:
         tree = json.loads(text)
     except json.JSONDecodeError as error:
         raise UserError(f"config: not JSON: line {error.lineno}, column {error.colno}: {error.msg}") from None
+    except RecursionError:
+        raise UserError("config: not JSON: nested too deep") from None
     try:
-        return from_config_dict(tree)
+        return from_config_dict(as_stored(tree))
     except kinds.ModuleError as error:
         raise kinds.ModuleError(f"{place}: {error}" if place is not None else str(error)) from None
+
+
+def as_stored(tree: Any) -> Any:
+    """A stored config as a tree, with the rule of validation that was the only one before there was a field for it."""
+    validation = tree.get("validation") if isinstance(tree, dict) else None
+    if not isinstance(validation, dict) or "batches" not in validation or "rule" in validation:
+        return tree
+    return {**tree, "validation": {**validation, "rule": "first"}}
+
+
+def keep_rule(stored: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """The group ``validation`` as given, with what a stored one of an older version settled and this leaves open."""
+    kept = {"rule": "first", "batches": stored.get("batches")} if stored.get("rule", "first") == "first" else {}
+    return {**given, **{name: value for name, value in kept.items() if given.get(name) is None}}
 
 
 def diff(old: Config, new: Config) -> dict[str, tuple[Any, Any]]:

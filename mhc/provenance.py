@@ -206,11 +206,11 @@ def read(file: str | os.PathLike[str]) -> Origin:
         raise UserError(f"{place}: no such file, allowed: RUN/{FILE}, e.g. runs/a/{FILE}")
     try:
         found = json.loads(content)
-    except ValueError:
+    except (ValueError, RecursionError):
         raise UserError(f"{place}: not JSON") from None
     found = _checked(found, place)
     try:
-        config = configs.from_config_dict({**found["config"], "distributed": {}})
+        config = configs.from_config_dict({**configs.as_stored(found["config"]), "distributed": {}})
     except ModuleError as error:
         raise ModuleError(f"{place}: {error}") from None
     except UserError as error:

@@ -380,7 +380,7 @@ class Mirror(Home):
         content = read(self.place / OWNER)
         try:
             return None if content is None else dict(json.loads(content))
-        except ValueError:
+        except (ValueError, TypeError, RecursionError):
             raise UserError(f"{self.place / OWNER}: not JSON; remove it where no run is training here") from None
 
     def _check_ours(self) -> None:

@@ -61,7 +61,7 @@ def main(arguments: Sequence[str]) -> int:
     for name in arguments:
         try:
             found = json.loads(Path(name).read_text())
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise UserError(f"{name}: {error}") from None
         last = found[-1] if isinstance(found, list) and found else found
         if not isinstance(last, dict) or "per_device_bytes" not in last:

@@ -24,7 +24,7 @@ import dataclasses
 import functools
 import hashlib
 import json
-import math
+import logging
 import mmap
 from collections.abc import Iterator
 from pathlib import Path
@@ -33,12 +33,20 @@ from typing import Any, Self
 import numpy as np
 
 from mhc.config import DataConfig
-from mhc.data.places import Place, cache_directory, is_lines, match, plain, replacing, stem
+from mhc.data.holdout import holds_out_files, of_split
+from mhc.data.ids import check_width, open_tokens
+from mhc.data.places import Place, cache_directory, is_lines, is_new_lines, is_parquet, match, plain, replacing, stem
 from mhc.errors import UserError
 
-_NOT_TEXT = (".json", ".parquet", ".arrow", ".npy", ".npz", ".bin", ".zip", ".xz", ".bz2", ".tar")
+_NOT_TEXT = (
+    *(".json", ".parquet", ".pq", ".arrow", ".feather", ".npy", ".npz", ".bin"),
+    *(".zip", ".xz", ".bz2", ".lz4", ".br", ".7z", ".tar", ".tgz"),
+)
+_COMPRESSED = {b"\x1f\x8b": ".gz", b"\x28\xb5\x2f\xfd": ".zst"}  # by how such files begin
+_LOOKED_AT = 1 << 16  # bytes of a text file that are looked at for lines of JSON
 _CACHED_FROM = 64 << 20  # bytes
 _INDEX_FORMAT = 1
+_log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,6 +104,10 @@ class _Files:
     def ends(self, index: int) -> bool:
         """Whether document i is more than a block of one that goes on."""
         return bool(self.index.ends[index])
+
+    def begins(self, index: int) -> bool:
+        """Whether document i is no later block of one."""
+        return not self._in_blocks(int(self.index.owner[index])) or not self.index.number[index]
 
     def _index_of(self, table: np.ndarray) -> Index:
         """Args: table: int64[n, 4]: file, start, stop, number."""
@@ -184,17 +196,18 @@ class TextFiles(_Files):
 
     def _line(self, file: int, number: int) -> str:
         place = self.places[file]
-        return f"{place}, row {number - 1}" if place.name.endswith(".parquet") else f"{place}, line {number}"
+        return f"{place}, row {number - 1}" if is_parquet(place.name) else f"{place}, line {number}"
 
     def _settings(self, sizes: list[int]) -> list[Any]:
-        return [self._data.field, self._block(sizes)]
+        # A position among documents that were read otherwise is refused, and so is an index of them.
+        new = [name for name in self.names if is_new_lines(name)]
+        return [self._data.field, self._block(sizes), *([new] if new else [])]
 
     def _block(self, sizes: list[int]) -> int:
         return _block_size(self._data, sizes, sum(sizes), 64 << 10)
 
     def _local(self, place: Place) -> Path:
-        inner = stem(place.name)
-        if inner.endswith(_NOT_TEXT) and not place.name.endswith(".parquet"):
+        if stem(place.name).lower().endswith(_NOT_TEXT) and not is_parquet(place.name):
             raise UserError(
                 f"{place} is not a text file; text: reads plain text and .jsonl, each also as .gz or .zst, and .parquet"
             )
@@ -247,8 +260,27 @@ class TextFiles(_Files):
             raise UserError(f"{place}: field {self._data.field!r} has an unpaired surrogate: not UTF-8") from None
         return text
 
+    def _looks_like_lines(self, content: bytes) -> bool:
+        """Whether the first lines of a file, as far as they are there, are JSON objects with the field."""
+        lines = [line for line in content.removeprefix(codecs.BOM_UTF8).splitlines() if line.strip()]
+        lines = lines if len(content) < _LOOKED_AT or len(lines) < 2 else lines[:-1]
+        if not lines or not all(line.lstrip().startswith(b"{") for line in lines[:3]):
+            return False
+        try:
+            return all(self._data.field in json.loads(line) for line in lines[:3])
+        except (ValueError, RecursionError):
+            return False
+
     def _scan_blocks(self, file: int, content: mmap.mmap, block: int) -> Iterator[tuple[int, int, int]]:
         start = number = 0
+        for begins, ending in _COMPRESSED.items():
+            if content[: len(begins)] == begins:
+                raise UserError(f"{self.places[file]}: not UTF-8: it is compressed, and its name must end in {ending}")
+        if self._looks_like_lines(content[:_LOOKED_AT]):
+            _warn_once(
+                f"{self.places[file]}: its lines are JSON objects with the field {self._data.field!r} (data.field), "
+                "but a file of this name is read as plain text, JSON and all; name it .jsonl to read the field"
+            )
         while start < len(content):
             stop = _cut(content, start, block)
             piece = content[start:stop]
@@ -290,20 +322,23 @@ class TokenFiles(_Files):
             if not self._plain[file].stat().st_size:
                 continue
             tokens = self._array(file)
+            hint = ""
+            if stem(place.name).lower().endswith(".bin"):
+                hint = check_width(tokens, str(place), self._data.token_dtype)
             for start in range(0, len(tokens), 1 << 24):
                 chunk = tokens[start : start + (1 << 24)]
                 if len(chunk) and (int(chunk.max()) >= size or int(chunk.min()) < 0):
                     first = int(np.flatnonzero((chunk >= size) | (chunk < 0))[0])
                     raise UserError(
                         f"{place}, token {start + first}: id {int(chunk[first])} is not of 0 to {size - 1}, the ids "
-                        f"(data.tokenizer={self._data.tokenizer})"
+                        f"(data.tokenizer={self._data.tokenizer}){hint}"
                     )
 
     def _in_blocks(self, file: int) -> bool:
         return self._data.end_token is None
 
     def _array(self, file: int) -> np.ndarray:
-        return _open_tokens(self._plain[file], self._data.token_dtype, str(self.places[file]))
+        return open_tokens(self._plain[file], self._data.token_dtype, str(self.places[file]))
 
     def _settings(self, sizes: list[int]) -> list[Any]:
         return [self._data.end_token, self._data.token_dtype, self._block(sizes)]
@@ -330,19 +365,20 @@ class TokenFiles(_Files):
             yield start, len(tokens), number
 
 
+@functools.cache  # a corpus is opened for training, for validation and for the probes
+def _warn_once(line: str) -> None:
+    _log.warning("%s", line)
+
+
 def _without_mark(line: bytes, number: int) -> bytes:
     """A line without the byte order mark that some programs begin a file with."""
     return line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
 
 
-def _by_file(files: int, holdout: float) -> bool:
-    return holdout > 0 and files >= math.ceil(2 / holdout)
-
-
 def _block_size(data: DataConfig, sizes: list[int], total: int, most: int) -> int:
     """Bytes or tokens of a block, see the module's docstring."""
-    by_file = _by_file(sum(size > 0 for size in sizes), data.holdout)
-    return max(piece_size(data), most if by_file else min(total // 1024, most))
+    whole = holds_out_files(sum(size > 0 for size in sizes), data.holdout)
+    return max(piece_size(data), most if whole else min(total // 1024, most))
 
 
 def piece_size(data: DataConfig) -> int:
@@ -367,71 +403,3 @@ def _cut(content: mmap.mmap, start: int, block: int) -> int:
         if content[place] & 0xC0 != 0x80:
             return place
     return stop
-
-
-@functools.lru_cache(maxsize=64)  # a map holds a file descriptor, of which a process has about a thousand
-def _open_tokens(path: Path, token_dtype: str, shown: str) -> np.ndarray:
-    if path.suffix == ".npy":
-        try:
-            tokens = np.load(path, mmap_mode="r", allow_pickle=False)
-        except (ValueError, OSError, EOFError) as error:
-            raise UserError(f"{shown} is not a readable .npy file: {str(error).splitlines()[0]}") from None
-        if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
-            raise UserError(f"{shown}: wanted one axis of integers, found shape {tokens.shape} of {tokens.dtype}")
-        return tokens
-    if path.suffix != ".bin":
-        raise UserError(f"{shown}: tokens: reads .npy and .bin files, not {path.suffix or 'files without an ending'}")
-    item, size = np.dtype(token_dtype).itemsize, path.stat().st_size
-    if size % item:
-        raise UserError(f"{shown}: {size} bytes are no multiple of the {item} of data.token_dtype={token_dtype}")
-    return np.memmap(path, token_dtype, mode="r")
-
-
-def of_split(
-    owner: np.ndarray, number: np.ndarray, names: list[str], holdout: float, split: str, label: str
-) -> np.ndarray:
-    """bool[n]: which documents are of a split, by `held_out`; at least one, or UserError."""
-    held = held_out(owner, number, names, holdout)
-    wanted = held if split == "validation" else ~held
-    if not wanted.any():
-        raise UserError(
-            f"{label}: nothing is left for {split} of {len(held)} document(s) at data.holdout={holdout}; "
-            "change data.holdout or name another corpus in data.validation"
-        )
-    return wanted
-
-
-def held_out(owner: np.ndarray, number: np.ndarray, names: list[str], holdout: float) -> np.ndarray:
-    """bool[n]: which documents of a corpus are held out, see the module's docstring; at least one unless holdout is 0.
-
-    Args:
-      owner, number: as in `Index`, of all documents.
-      names: of the files, below the pattern's fixed part.
-    """
-    seeds = np.array([_hash(name) for name in names], np.uint64)
-    score = seeds[owner]
-    if not _by_file(len(np.unique(owner)), holdout):
-        score = _mix(score + number.astype(np.uint64))
-    held = score < np.uint64(holdout * 2**64)
-    if holdout > 0 and not held.any():
-        held = score == score.min()
-    return held
-
-
-def hold_out(count: int, holdout: float, name: str) -> np.ndarray:
-    """bool[count]: which of ``count`` numbered documents of a corpus are held out, by hash."""
-    score = _mix(np.uint64(_hash(name)) + np.arange(count, dtype=np.uint64))
-    return score < np.uint64(holdout * 2**64)
-
-
-def _hash(text: str) -> int:
-    return int.from_bytes(hashlib.blake2b(text.encode("utf-8", "surrogateescape"), digest_size=8).digest(), "big")
-
-
-def _mix(value: np.ndarray) -> np.ndarray:
-    """The splitmix64 finaliser: neighbouring numbers to unrelated ones, uint64 to uint64."""
-    with np.errstate(over="ignore"):
-        value = value + np.uint64(0x9E3779B97F4A7C15)
-        value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-        value = (value ^ (value >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-        return value ^ (value >> np.uint64(31))

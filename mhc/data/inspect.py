@@ -25,6 +25,8 @@ import numpy as np
 from mhc import cli
 from mhc.config import Config, shares
 from mhc.data import orders, pipeline, tokenizers
+from mhc.data.fidelity import reason, share_lost
+from mhc.data.fidelity import said as share_said
 from mhc.data.packing import Batch
 from mhc.data.sources import Split, parts
 from mhc.data.tokenizers import Tokenizer
@@ -79,8 +81,13 @@ def read(config: Config, split: Split, batches: int) -> Iterator[tuple[str, Batc
         finally:
             iterator.close()
         return
-    sets = pipeline.validation_sets(config.data, tokenizer, batch_size=size, batches=batches)
-    yield from ((name, batch) for name, of in sets.items() for batch in of)
+    spread = config.validation.rule != "first"
+    sets = pipeline.validation_sets(
+        config.data, tokenizer, batch_size=size, count=config.validation_rows, spread=spread
+    )
+    for name, of in sets.items():
+        print(of.said(name))
+        yield from ((name, batch) for batch in itertools.islice(of, batches))
 
 
 # Statistics -----------------------------------------------------------------------------------------------------------
@@ -92,6 +99,7 @@ class Lengths(NamedTuple):
     documents: int  # of the split
     tokens: np.ndarray  # of each document read: bos left out, eos counted
     bytes: np.ndarray
+    lost: float  # share of the bytes that the tokeniser loses
 
 
 def lengths(config: Config, split: Split, most: int, tell: Any = lambda done, total: None) -> Lengths:
@@ -107,7 +115,7 @@ def lengths(config: Config, split: Split, most: int, tell: Any = lambda done, to
         tokens.append(len(pairs))
         size.append(int(pairs.sum()))
         tell(done, len(chosen))
-    return Lengths(count, np.array(tokens, np.int64), np.array(size, np.int64))
+    return Lengths(count, np.array(tokens, np.int64), np.array(size, np.int64), share_lost(source, tokenizer))
 
 
 def statistics(found: Lengths, batches: Sequence[Batch], config: Config) -> dict[str, Any]:
@@ -129,6 +137,7 @@ def statistics(found: Lengths, batches: Sequence[Batch], config: Config) -> dict
         "documents_read": len(tokens),
         "tokens": int(tokens.sum()),
         "bytes": int(found.bytes.sum()),
+        "bytes_lost": found.lost,
         "bytes_per_token": float(found.bytes.sum() / max(tokens.sum(), 1)),
         "tokens_of_a_document": {
             "mean": float(tokens.mean()),
@@ -184,7 +193,7 @@ def describe_places(tokenizer: Tokenizer, batch: Batch, row: int) -> Iterator[st
         )
 
 
-def report(said: dict[str, Any]) -> Iterator[str]:
+def report(said: dict[str, Any], config: Config) -> Iterator[str]:
     """Lines on the statistics."""
     some = "" if said["documents_read"] == said["documents"] else f" ({said['documents_read']:,} of them read)"
     of = said["tokens_of_a_document"]
@@ -192,6 +201,8 @@ def report(said: dict[str, Any]) -> Iterator[str]:
         f"{said['documents']:,} documents{some}: {said['tokens']:,} tokens, {said['bytes']:,} bytes, "
         f"{said['bytes_per_token']:.3f} bytes a token"
     )
+    name = config.data.tokenizer
+    yield reason(said["bytes_lost"], name) or share_said(said["bytes_lost"], name)
     yield (
         f"tokens of a document: mean {of['mean']:,.1f}, 5 % {of['p5']:,.0f}, median {of['p50']:,.0f}, "
         f"95 % {of['p95']:,.0f}, longest {of['max']:,}; longer than a row: {said['longer_than_a_row']:.1%}"
@@ -248,7 +259,7 @@ def main(arguments: Sequence[str]) -> int:
         for name, own in each.items()
     }
     for name, of in said.items():
-        print("\n".join([*([f"set {name}:"] if name else []), *report(of)]))
+        print("\n".join([*([f"set {name}:"] if name else []), *report(of, config)]))
     if options.json:
         from mhc.monitor.writers import write_json
 

@@ -9,6 +9,7 @@ import grain
 import numpy as np
 
 from mhc.config import DataConfig
+from mhc.data import fidelity
 from mhc.data.files import TokenFiles, piece_size
 from mhc.data.packing import Document, Piece, Pieces, Tokenised
 from mhc.data.prepared import Prepared
@@ -29,6 +30,7 @@ def open_corpus(data: DataConfig, tokenizer: Tokenizer, split: Split) -> Source:
             one.check_vocabulary(tokenizer.vocab_size)
         if isinstance(one, Prepared):
             one.check_tokenizer(tokenizer)
+    fidelity.check(source, tokenizer)
     if split == "train":
         encode = encoder(source, tokenizer)
         pairs = 0
@@ -46,16 +48,23 @@ def open_corpus(data: DataConfig, tokenizer: Tokenizer, split: Split) -> Source:
 def encoder(source: Source, tokenizer: Tokenizer) -> Callable[[int], Document]:
     """Whole documents of a source by number, tokenised."""
     encode = Encode(tokenizer)
-    return lambda index: encode.map(Piece(source[index], source.ends(index)))
+    whole = Pieces(source, None)
+    return lambda index: encode.map(whole[index])
 
 
 class Encode(grain.transforms.Map):
-    """`Piece` to `Document`."""
+    """`Piece` to `Document`. Raises UserError, with the document's place, for a text that cannot be encoded."""
 
     def __init__(self, tokenizer: Tokenizer):
         self._tokenizer = tokenizer
 
     def map(self, piece: Piece) -> Document:
+        try:
+            return self._document(piece)
+        except UserError as error:
+            raise UserError(f"{piece.name()}: {error}" if piece.name else str(error)) from None
+
+    def _document(self, piece: Piece) -> Document:
         tokenizer = self._tokenizer
         rest = 0  # text that a tokeniser turned into no id at all: counted at eos, so that documents' bytes add up
         if isinstance(piece.content, bytes):
@@ -67,7 +76,7 @@ class Encode(grain.transforms.Map):
             lengths = tokenizer.byte_lengths[ids] if known is None else known.astype(np.int32)
         else:
             ids = piece.content
-            lengths = tokenizer.byte_lengths[ids]
+            lengths = tokenizer.bytes_of(ids, piece.begins)
         count = len(ids)
         tokens = np.empty(count + 2, np.int32)
         tokens[0], tokens[1:-1], tokens[-1] = tokenizer.bos_id, ids, tokenizer.eos_id

@@ -13,6 +13,7 @@ from it, which is all that a checkpoint needs.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable
 from typing import Protocol
@@ -64,6 +65,8 @@ class Piece:
 
     content: bytes | np.ndarray | Tokenised  # UTF-8 text, or ids
     ends: bool  # whether the document ends here
+    begins: bool = True  # whether it begins here
+    name: Callable[[], str] | None = None  # of the document, for messages
 
 
 class Documents(Protocol):
@@ -101,20 +104,27 @@ class Pieces:
         return len(self._documents) if self._first is None else int(self._first[-1])
 
     def __getitem__(self, index: int) -> Piece:
-        if self._first is None:
-            return Piece(self._documents[index], self._documents.ends(index))
         document = self.document(index)
+        name = functools.partial(self._documents.name, document) if hasattr(self._documents, "name") else None
+        begins = getattr(self._documents, "begins", _always)(document)
+        if self._first is None:
+            return Piece(self._documents[index], self._documents.ends(index), begins, name)
         part, parts = index - int(self._first[document]), int(self._first[document + 1] - self._first[document])
         content = self._documents[document]
         ends = part + 1 == parts and self._documents.ends(document)
+        begins = begins and part == 0
         if isinstance(content, Tokenised):
-            return Piece(content.part(part, parts), ends)
+            return Piece(content.part(part, parts), ends, begins, name)
         start, stop = (_cut(content, number, parts, self._size) for number in (part, part + 1))
-        return Piece(content[start:stop], ends)
+        return Piece(content[start:stop], ends, begins, name)
 
     def document(self, index: int) -> int:
         """The document that a piece is of."""
         return index if self._first is None else int(np.searchsorted(self._first, index, side="right")) - 1
+
+
+def _always(document: int) -> bool:
+    return True
 
 
 def count_pieces(sizes: np.ndarray, size: int) -> np.ndarray:

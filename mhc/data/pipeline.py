@@ -16,6 +16,7 @@ Worker processes take their share of the rows (`mhc.data.workers`); neither orde
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -24,12 +25,14 @@ import grain
 import numpy as np
 
 from mhc.config import DataConfig
+from mhc.data.fidelity import share_lost
 from mhc.data.files import piece_size
 from mhc.data.mixture import Assignment
 from mhc.data.orders import Encode, fingerprint, open_corpus, open_orders
 from mhc.data.packed import PLACES, PackedDataset, Packing
-from mhc.data.packing import Batch, DocumentStream, Pieces, empty_batch, fill_row
+from mhc.data.packing import Batch, Pieces, empty_batch, fill_row
 from mhc.data.sources import Source, parts
+from mhc.data.spread import Rows
 from mhc.data.tokenizers import Tokenizer
 from mhc.data.workers import SharedDataset, Worker
 from mhc.errors import UserError
@@ -202,32 +205,95 @@ def _rows(state: dict[str, Any]) -> Sequence[int]:
 
 
 class ValidationBatches:
-    """The fixed validation set, iterable again and again; make it with `validation_batches` or `validation_sets`."""
+    """The fixed validation set, iterable again and again; make it with `validation_batches` or `validation_sets`.
+
+    Rows that are spread are kept once they were made (up to 256 MB): each costs a document that is tokenised.
+    """
 
     def __init__(
-        self, source: Source, tokenizer: Tokenizer, length: int, batch_size: int, rows: Sequence[int], batches: int
+        self,
+        source: Source,
+        tokenizer: Tokenizer,
+        length: int,
+        batch_size: int,
+        rows: Sequence[int],
+        count: int,
+        spread: bool,
     ):
+        self._source, self._tokenizer = source, tokenizer
         self._pieces = Pieces(source, None)
         self._encode = Encode(tokenizer)
         self._length = length
         self._batch_size = batch_size
         self._rows = np.asarray(rows)
-        self._limit = batches
+        self._count, self._spread = count, spread
+        self._kept: list[Batch] | None = None
+        self.documents = 0  # that the rows touch, once they were made
+        self.made = 0  # rows, likewise
+
+    @functools.cached_property
+    def lost(self) -> float:
+        """The share of the text's bytes that the tokeniser loses, by `mhc.data.fidelity`."""
+        return share_lost(self._source, self._tokenizer)
+
+    def said(self, name: str = "") -> str:
+        """A line on how much of the set is read; rows are made for that, unless they are all."""
+        of = f"validation set {name}" if name else "validation"
+        if not self._count:
+            return f"{of}: all of its {len(self._source):,} document(s)"
+        if not self.documents:
+            for _ in self:
+                pass
+        return (
+            f"{of}: {self.made:,} row(s) of {self._length:,} tokens touch {self.documents:,} of {len(self._source):,} "
+            "document(s)"
+        )
 
     def __iter__(self) -> Iterator[Batch]:
-        stream = DocumentStream(lambda index: self._encode.map(self._pieces[index]), 0, 1, end=len(self._pieces))
-        made = 0
-        while not self._limit or made < self._limit:
-            batch = empty_batch(self._batch_size, self._length)
-            filled = 0
-            while filled < self._batch_size and fill_row(batch, filled, stream):
+        if self._kept is not None:
+            for narrow in self._kept:
+                yield {
+                    name: array.astype(np.float32 if name == "weights" else np.int32) for name, array in narrow.items()
+                }
+            return
+        keeps = self._spread and 0 < self._count * self._length <= _KEPT
+        kept: list[Batch] = []
+        for batch in self._made():
+            mine = {name: array[self._rows] for name, array in batch.items()}
+            if keeps:
+                kept.append({name: array.astype(_narrow(array)) for name, array in mine.items()})
+            yield mine
+        if keeps:
+            self._kept = kept
+
+    def _made(self) -> Iterator[Batch]:
+        count = len(self._pieces)
+        sizes = self._source.sizes
+        stream = Rows(
+            lambda index: self._encode.map(self._pieces[index]),
+            *(0, count),
+            length=self._length,
+            count=self._count,
+            sizes=sizes,
+            spread=self._spread,
+        )
+        made, more = 0, True
+        while more:
+            batch, filled = empty_batch(self._batch_size, self._length), 0
+            while filled < self._batch_size and (more := stream.next_row() and fill_row(batch, filled, stream)):
                 filled += 1
-            if not filled:
-                return
-            made += 1
-            yield {name: array[self._rows] for name, array in batch.items()}
-            if filled < self._batch_size:
-                return
+            made += filled
+            if filled:
+                yield batch
+        self.documents, self.made = len(stream.touched), made
+
+
+_KEPT = 1 << 24  # tokens of validation rows that are kept, at some 10 bytes each and at most 16
+
+
+def _narrow(array: np.ndarray) -> np.dtype:
+    """The smallest type for the values of one field of a batch, none of which is negative."""
+    return np.min_scalar_type(int(array.max(initial=0)))
 
 
 def validation_sets(
@@ -235,19 +301,23 @@ def validation_sets(
     tokenizer: Tokenizer,
     *,
     batch_size: int,
-    batches: int,
+    batches: int = 0,
+    count: int | None = None,
+    spread: bool = False,
     rows: Sequence[int] | None = None,
 ) -> dict[str, ValidationBatches]:
     """The validation sets by name, each of at most ``batches`` batches (0: all of it); one alone is called "".
 
-    In each the documents are in order, and every token but bos a target exactly once; ``rows`` is as for
-    `train_iterator`. The last batch is padded with rows and places of weight 0, so that every process has as many
-    batches. Raises UserError as `train_iterator`, but a split shorter than a sequence is no error.
+    ``count`` rows in place of ``batches``: the first ones, or ``spread`` by `mhc.data.spread`, whatever the batch size.
+    In each the documents are in order, and no token is a target twice; of a whole set every token but bos is one.
+    ``rows`` is as for `train_iterator`. The last batch is padded with rows and places of weight 0, so that every
+    process has as many batches. Raises UserError as `train_iterator`, but a split shorter than a sequence is no error.
     """
     rows = range(batch_size) if rows is None else rows
+    count = batches * batch_size if count is None else count
     return {
         one.name: ValidationBatches(
-            open_corpus(own, tokenizer, "validation"), tokenizer, data.sequence_length, batch_size, rows, batches
+            open_corpus(own, tokenizer, "validation"), tokenizer, data.sequence_length, batch_size, rows, count, spread
         )
         for one, own in parts(data, "validation")
     }
@@ -258,13 +328,16 @@ def validation_batches(
     tokenizer: Tokenizer,
     *,
     batch_size: int,
-    batches: int,
+    batches: int = 0,
+    count: int | None = None,
+    spread: bool = False,
     rows: Sequence[int] | None = None,
 ) -> ValidationBatches:
     """The whole validation split as one set, sets one after the other; else as `validation_sets`."""
     rows = range(batch_size) if rows is None else rows
+    count = batches * batch_size if count is None else count
     source = open_corpus(data, tokenizer, "validation")
-    return ValidationBatches(source, tokenizer, data.sequence_length, batch_size, rows, batches)
+    return ValidationBatches(source, tokenizer, data.sequence_length, batch_size, rows, count, spread)
 
 
 def _close(held: list[grain.DatasetIterator]) -> None:

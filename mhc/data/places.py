@@ -28,7 +28,14 @@ from mhc import remote
 from mhc.config import DataConfig
 from mhc.errors import UserError, did_you_mean
 
-PACKED = (".gz", ".zst")
+PACKED = {".gz": "gz", ".gzip": "gz", ".zst": "zst", ".zstd": "zst"}  # endings, in any case
+_LINES = (".jsonl", ".ndjson", ".jsonlines", ".ldjson")
+_POINTERS = {
+    b"version https://git-lfs.github.com/spec/": "git-lfs pointer, not the file itself: git lfs pull",
+    b"version https://hawser.github.com/spec/": "git-lfs pointer, not the file itself: git lfs pull",
+    b"/annex/objects/": "git-annex pointer, not the file itself: git annex get",
+}
+_POINTER = 1024  # bytes, at most
 _CHUNK = 1 << 18  # bytes read at once
 _log = logging.getLogger(__name__)
 
@@ -61,14 +68,45 @@ def sha256(path: str | Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def packing(name: str) -> str | None:
+    """How a file of this name is compressed: gz, zst, or None."""
+    return PACKED.get(Path(name).suffix.lower())
+
+
 def stem(name: str) -> str:
     """A file's name without the ending of its compression."""
-    return next((name.removesuffix(ending) for ending in PACKED if name.endswith(ending)), name)
+    return name if packing(name) is None else name[: -len(Path(name).suffix)]
+
+
+def is_parquet(name: str) -> bool:
+    """Whether a file of this name is a parquet file."""
+    return name.lower().endswith((".parquet", ".pq"))
 
 
 def is_lines(name: str) -> bool:
     """Whether a file of this name holds a document on each line (of a parquet file: in each row)."""
-    return stem(name).endswith(".jsonl") or name.endswith(".parquet")
+    return stem(name).lower().endswith(_LINES) or is_parquet(name)
+
+
+def is_new_lines(name: str) -> bool:
+    """Whether `is_lines` knows a name that older versions took for plain text."""
+    inner = name.removesuffix(".gz") if name.endswith(".gz") else name.removesuffix(".zst")
+    return is_lines(name) and not (inner.endswith(".jsonl") or name.endswith(".parquet"))
+
+
+def pointer(content: bytes) -> str | None:
+    """What a file is that stands for another one, and how that is fetched, from its beginning; None: it is itself."""
+    return next((what for start, what in _POINTERS.items() if content.startswith(start)), None)
+
+
+def check_pointer(place: Place | Path) -> None:
+    """Raises UserError for a file that git-lfs or git-annex left in the place of the one that was meant."""
+    if (place.size if isinstance(place, Place) else place.stat().st_size) > _POINTER:
+        return
+    with place.open() if isinstance(place, Place) else place.open("rb") as file:
+        what = pointer(file.read(64))
+    if what:
+        raise UserError(f"{place} is a {what}")
 
 
 def cache_directory(data: DataConfig) -> Path:
@@ -206,7 +244,9 @@ def plain(place: Place, data: DataConfig) -> Path:
 
     Raises UserError for a broken file, and for a parquet file whose column ``data.field`` is missing or no text.
     """
-    parquet = place.name.endswith(".parquet")
+    with remote.plainly(place.path):
+        check_pointer(place)
+    parquet = is_parquet(place.name)
     local = not remote.is_remote(place.path)
     if local and not parquet and stem(place.name) == place.name:
         return Path(place.path)
@@ -226,11 +266,11 @@ def plain(place: Place, data: DataConfig) -> Path:
 
 
 def _unpack(place: Place, source: IO[bytes], target: IO[bytes], field: str) -> None:
-    if place.name.endswith(".parquet"):
+    if is_parquet(place.name):
         _unpack_parquet(place, source, target, field)
-    elif place.name.endswith(".zst"):
+    elif packing(place.name) == "zst":
         _unpack_zst(place, source, target)
-    elif place.name.endswith(".gz"):
+    elif packing(place.name) == "gz":
         try:
             with gzip.open(source) as packed:
                 shutil.copyfileobj(packed, target, _CHUNK)

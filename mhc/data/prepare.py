@@ -35,8 +35,9 @@ import numpy as np
 
 from mhc import cli, remote
 from mhc.config import DataConfig
-from mhc.data import tokenizers
-from mhc.data.files import TextFiles, held_out, piece_size
+from mhc.data import fidelity, tokenizers
+from mhc.data.files import TextFiles, piece_size
+from mhc.data.holdout import held_out
 from mhc.data.packing import Tokenised, count_pieces, cut_text
 from mhc.data.places import Place, match, may_match, sha256
 from mhc.data.prepared import FORMAT, MANIFEST, ORIGIN, PLAN, TABLE, check_table, counts, pack, parse, unpack
@@ -202,6 +203,7 @@ def _go_on(
         tell(f"{len(damaged)} shard(s) are damaged or missing and are made anew: {', '.join(damaged)}")
     tell(f"finding the documents of {len(places)} file(s)")
     documents = TextFiles(data, pattern, "train", whole=True)
+    fidelity.check(documents, chosen)
     found = documents.index
     held = np.ones(len(documents), bool)
     if not whole:
@@ -233,7 +235,10 @@ def _go_on(
         tell(f"{folder} is whole again")
         return began
     totals = {name: sum(shard[name] for shard in shards) for name in ("documents", "tokens", "bytes")}
-    manifest = {**plan, **totals, "shards": shards}
+    lost = fidelity.share_lost(documents, chosen)
+    if lost:
+        tell(fidelity.said(lost, data.tokenizer))
+    manifest = {**plan, **totals, **({"lost": lost} if lost else {}), "shards": shards}
     _write(folder / MANIFEST, manifest)
     with _writing(folder):
         (folder / PLAN).unlink()
@@ -586,7 +591,10 @@ def _make_files(job: _Job, paths: dict[str, Path]) -> np.ndarray:
     try:
         for number in range(len(documents)):
             text = _text(documents, number)
-            document = _tokenise(cut_text(text, int(pieces[number]), size))
+            try:
+                document = _tokenise(cut_text(text, int(pieces[number]), size))
+            except UserError as error:
+                raise UserError(f"{documents.name(number)}: {error}") from None
             with _writing(paths["array_record"]):
                 writer.write(pack(document))
             table[number]["ids"], table[number]["bytes"] = len(document.ids), len(text)

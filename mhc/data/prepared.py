@@ -32,9 +32,19 @@ import numpy as np
 
 from mhc import remote
 from mhc.config import DataConfig
-from mhc.data.files import of_split
+from mhc.data.holdout import of_split
 from mhc.data.packing import Tokenised
-from mhc.data.places import below_fixed, cache_directory, is_lines, match, replacing, sha256
+from mhc.data.places import (
+    below_fixed,
+    cache_directory,
+    check_pointer,
+    is_lines,
+    is_parquet,
+    match,
+    pointer,
+    replacing,
+    sha256,
+)
 from mhc.data.tokenizers import Tokenizer
 from mhc.errors import UserError
 
@@ -82,6 +92,8 @@ def parse(path: remote.Folder, content: bytes) -> dict[str, Any]:
     remedy = f"remove the folder {path.parent}, and prepare it again"
     if path.name == ORIGIN:
         remedy = "remove it: nothing is compared without it"
+    if what := pointer(content):
+        raise UserError(f"{path} is a {what}")
     try:
         found: dict[str, Any] = json.loads(content)
         fault = _fault(found, {"format": int} if path.name != ORIGIN else {}, "")
@@ -290,11 +302,15 @@ class Prepared:
         """Whether document i is more than a block of one that goes on."""
         return bool(self._table["ends"][index])
 
+    def begins(self, index: int) -> bool:
+        """Whether document i is no later block of one."""
+        return is_lines(self._names[self._table[index]["file"]]) or not self._table[index]["number"]
+
     def name(self, index: int) -> str:
         """File of the corpus, and line, row or bytes."""
         row = self._table[index]
         name = self._names[row["file"]]
-        if name.endswith(".parquet"):
+        if is_parquet(name):
             return f"{self.label}, {name}, row {row['number'] - 1}"
         place = f"line {row['number']}" if is_lines(name) else f"bytes {row['start']}–{row['stop']}"
         return f"{self.label}, {name}, {place}"
@@ -370,6 +386,7 @@ def _local(folder: str, content: bytes, manifest: dict[str, Any], data: DataConf
             if not (where / name).is_file():
                 raise UserError(f"prepared:{folder}: {name} is missing; prepare it again")
             if (where / name).stat().st_size != about["size"]:
+                check_pointer(where / name)
                 raise _damaged(f"prepared:{folder}", where / name, f"not of the size in {MANIFEST}")
     return where
 

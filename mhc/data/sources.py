@@ -19,7 +19,8 @@ import numpy as np
 
 from mhc.config import DataConfig, Share, shares
 from mhc.data import stdlib, tokenizers
-from mhc.data.files import TextFiles, TokenFiles, hold_out
+from mhc.data.files import TextFiles, TokenFiles
+from mhc.data.holdout import hold_out
 from mhc.data.packing import Tokenised
 from mhc.data.places import cache_directory
 from mhc.data.prepared import Prepared
@@ -49,6 +50,10 @@ class Source(Protocol):
 
     def ends(self, index: int) -> bool:
         """Whether the document ends with this one (False: a block, see `mhc.data.files`)."""
+        ...
+
+    def begins(self, index: int) -> bool:
+        """Whether the document begins with this one (False: a later block)."""
         ...
 
     def name(self, index: int) -> str:
@@ -182,6 +187,9 @@ class _Tfds:
     def ends(self, index: int) -> bool:
         return True
 
+    def begins(self, index: int) -> bool:
+        return True
+
     def name(self, index: int) -> str:
         return f"{self.label}, split {self._split}, example {self._indices[index]}"
 
@@ -249,6 +257,10 @@ class Joined:
     def ends(self, index: int) -> bool:
         source, own = self._place(index)
         return source.ends(own)
+
+    def begins(self, index: int) -> bool:
+        source, own = self._place(index)
+        return source.begins(own)
 
     def name(self, index: int) -> str:
         source, own = self._place(index)

@@ -9,16 +9,36 @@ text: a text that spells a special token is tokenised as the letters that it is 
 from __future__ import annotations
 
 import difflib
+import functools
 import hashlib
+import itertools
 import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
+from mhc.data.places import pointer
+from mhc.data.spelling import (
+    BYTE_TOKEN,
+    EACH,
+    STRAY,
+    byte_offsets,
+    first_line,
+    is_byte_level,
+    later_bytes,
+    piece_lengths,
+    plain_decoder,
+    said_by_the_library,
+    stretches,
+    utf8,
+)
 from mhc.errors import UserError
+
+if TYPE_CHECKING:
+    import tokenizers
 
 # In the order of preference; a file that has none of a list is covered by the policy in `JsonTokenizer`.
 _BOS_NAMES = (
@@ -42,7 +62,7 @@ _EOS_NAMES = (
     "[SEP]",
 )
 SPECIAL = "tokenizer_config.json"  # beside a tokenizer.json: names its bos_token and eos_token
-_BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
+_MOST = 1 << 24  # ids
 
 
 class Tokenizer(Protocol):
@@ -53,6 +73,8 @@ class Tokenizer(Protocol):
     eos_id: int
     byte_lengths: np.ndarray  # int32[vocab_size]: bytes of text that an id stands for, 0 for special ids
     content_hash: str  # hex: equal for tokenisers that give the same ids
+    unknown_id: int  # what text becomes that the vocabulary has no ids for; -1: none
+    total: bool  # whether every text can be encoded
 
     def encode(self, text: bytes | str) -> np.ndarray:
         """int32[n]: the ids of a UTF-8 text, without bos and eos."""
@@ -62,8 +84,24 @@ class Tokenizer(Protocol):
         """(ids int32[n], bytes int32[n]): also the bytes of this text that each id covers, summing to its length."""
         ...
 
+    def bytes_of(self, ids: np.ndarray, begins: bool) -> np.ndarray:
+        """int32[n]: bytes of the text that ids [n] stand for one after the other; ``begins``: at a text's beginning."""
+        ...
+
+    def lost(self, text: str) -> int:
+        """Bytes of a text that its ids do not tell: dropped, changed by a normaliser, or unknown."""
+        ...
+
     def decode(self, ids: Any) -> str:
         """The text of a sequence of ids; special ids give nothing, broken UTF-8 gives U+FFFD."""
+        ...
+
+    def special_tokens(self) -> dict[str, str]:
+        """{bos_token, eos_token, unk_token}: their spellings, of those that have one in a tokenizer.json."""
+        ...
+
+    def starts(self, id_: int) -> bool:
+        """Whether a sequence may be cut before this id and decoded in two: no character goes across."""
         ...
 
 
@@ -74,6 +112,8 @@ class ByteTokenizer:
     bos_id = 256
     eos_id = 257
     content_hash = "bytes-258"
+    unknown_id = -1
+    total = True
 
     def __init__(self) -> None:
         self.byte_lengths = np.ones(self.vocab_size, np.int32)
@@ -81,13 +121,29 @@ class ByteTokenizer:
 
     def encode(self, text: bytes | str) -> np.ndarray:
         """int32[bytes of text]."""
-        data = text.encode() if isinstance(text, str) else text
+        data = utf8(text) if isinstance(text, str) else text
         return np.frombuffer(data, np.uint8).astype(np.int32)
 
     def encode_with_bytes(self, text: bytes | str) -> tuple[np.ndarray, np.ndarray]:
         """(ids, ones), both int32[bytes of text]."""
         ids = self.encode(text)
         return ids, np.ones_like(ids)
+
+    def bytes_of(self, ids: np.ndarray, begins: bool) -> np.ndarray:
+        """One for each byte."""
+        return self.byte_lengths[ids]
+
+    def lost(self, text: str) -> int:
+        """None."""
+        return 0
+
+    def special_tokens(self) -> dict[str, str]:
+        """As `mhc.interop.export` writes bos and eos."""
+        return {"bos_token": "<s>", "eos_token": "</s>"}
+
+    def starts(self, id_: int) -> bool:
+        """Whether an id is a byte that a character may begin with."""
+        return id_ < 256 and id_ & 0xC0 != 0x80
 
     def decode(self, ids: Any) -> str:
         """The ids under 256 as UTF-8."""
@@ -101,7 +157,7 @@ class JsonTokenizer:
     bos and eos are those that a ``tokenizer_config.json`` beside it names, else the first of the usual names that the
     file has (``<s>``, ``<|begin_of_text|>``, … and ``</s>``, ``<|endoftext|>``, …). When only one of the two is found
     it serves as both; when none is, one id is added behind the file's vocabulary and serves as both. Truncation,
-    padding and the post-processor's special tokens are switched off.
+    padding, the post-processor's special tokens and a BPE's dropout are switched off.
 
     ``encode_with_bytes`` is exact for a document: it follows the offsets into the text, so that text which the
     normaliser drops belongs to the next id (at the end: to the last one), and a character that is split over several
@@ -116,15 +172,19 @@ class JsonTokenizer:
         """
         import tokenizers
 
+        self._path = str(path)
         try:
             content = Path(path).read_bytes()
         except OSError as error:
             raise UserError(f"data.tokenizer: cannot read {path}: {error.strerror}") from None
-        try:
+        if what := pointer(content):
+            raise UserError(f"data.tokenizer: {path} is a {what}")
+        with said_by_the_library(f"data.tokenizer: {path} is not a tokenizer.json file"):
             described = json.loads(content)
             self._tokenizer = tokenizers.Tokenizer.from_str(content.decode())
-        except Exception as error:  # the library raises bare Exception
-            raise UserError(f"data.tokenizer: {path} is not a tokenizer.json file: {_first_line(error)}") from None
+            if described["model"].get("dropout"):  # ids drawn at random: no two runs, nor two readings, would agree
+                described["model"]["dropout"] = None
+                self._tokenizer = tokenizers.Tokenizer.from_str(json.dumps(described))
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self._tokenizer.encode_special_tokens = True  # "<|endoftext|>" in a text is text
@@ -136,6 +196,8 @@ class JsonTokenizer:
         if not vocabulary:
             raise UserError(f"data.tokenizer: {path} has an empty vocabulary")
         size = max(vocabulary.values()) + 1
+        if size > _MOST:
+            raise UserError(f"data.tokenizer: {path} has the id {size - 1}, allowed: below {_MOST}")
         for role, token in special.items():
             if token not in vocabulary:
                 raise UserError(f"{Path(path).with_name(SPECIAL)}: {role} {token!r} is not in {Path(path).name}")
@@ -146,24 +208,61 @@ class JsonTokenizer:
             bos = eos = size
             size += 1
         self.vocab_size = size
+        self._byte_of = np.full(size, -1, np.int16)  # of byte fallback's pieces, by id: decode spells them
+        if '"ByteFallback"' in json.dumps(described.get("decoder")):
+            for piece, id_ in vocabulary.items():
+                if spelled := BYTE_TOKEN.fullmatch(piece):
+                    self._byte_of[id_] = int(spelled[1], 16)
         self.bos_id: int = bos if bos is not None else eos  # type: ignore[assignment]
         self.eos_id: int = eos if eos is not None else bos  # type: ignore[assignment]
-        self.byte_lengths = _piece_lengths(described, vocabulary, size)
+        self._byte_level = is_byte_level(described)
+        self.byte_lengths = piece_lengths(described, vocabulary, size)
         self.byte_lengths[[self.bos_id, self.eos_id]] = 0
+        model = described["model"]
+        unknown = model.get("unk_id")
+        if unknown is None:
+            unknown = vocabulary.get(model.get("unk_token"))
+        self.unknown_id = -1 if unknown is None else int(unknown)
+        self._plain_decoder = plain_decoder(self._tokenizer, described)
+        self._added = np.full(size, -1, np.int32)  # bytes that an id adds behind others, as they are asked for
+        self._neighbour = f"x{model.get('end_of_word_suffix') or ''}"  # a word that others stand behind
+        with said_by_the_library(f"data.tokenizer: {path} cannot decode"):
+            self._space_in_bytes = self._plain_decoder.decode(["x", "▁"]) == "x " and bool((self._byte_of >= 0).any())
+        # Characters for people's own use, which no vocabulary has.
+        self.total = not self._fails("\ue000") and not self._fails("\U0010fffd \ue000")
 
     def encode(self, text: bytes | str) -> np.ndarray:
-        """int32[n]; raises UnicodeDecodeError for bytes that are not UTF-8 (sources check that before)."""
-        string = text.decode() if isinstance(text, bytes) else text
-        return np.asarray(self._tokenizer.encode(string, add_special_tokens=False).ids, np.int32)
+        """int32[n]; raises UnicodeDecodeError for bytes that are not UTF-8 (sources check that before).
+
+        Raises: UserError for a text that the tokeniser has no ids for.
+        """
+        return np.asarray(self._encode(text.decode() if isinstance(text, bytes) else text).ids, np.int32)
+
+    def _encode(self, text: str) -> tokenizers.Encoding:
+        try:
+            with said_by_the_library(f"data.tokenizer: {self._path} cannot encode"):
+                return self._tokenizer.encode(text, add_special_tokens=False)
+        except UserError as error:
+            utf8(text)
+            fails = next((part for part in [*text.split(), *re.findall(r"\s", text)] if self._fails(part)), text)
+            raise UserError(f"{error}: {fails if len(fails) <= 40 else fails[:40] + '…'!r}") from None
+
+    def _fails(self, text: str) -> bool:
+        try:
+            with said_by_the_library(""):
+                self._tokenizer.encode(text, add_special_tokens=False)
+        except UserError:
+            return True
+        return False
 
     def encode_with_bytes(self, text: bytes | str) -> tuple[np.ndarray, np.ndarray]:
         """(ids int32[n], bytes int32[n]); the bytes sum to the text's length unless n is 0."""
         string = text.decode() if isinstance(text, bytes) else text
-        encoding = self._tokenizer.encode(string, add_special_tokens=False)
+        encoding = self._encode(string)
         ids = np.asarray(encoding.ids, np.int32)
         if not len(ids):
             return ids, np.zeros(0, np.int32)
-        byte_at = _byte_offsets(string)
+        byte_at = byte_offsets(string)
         ends = np.asarray(encoding.offsets, np.int64).reshape(-1, 2)[:, 1]
         covered = np.maximum.accumulate(byte_at[ends])
         covered[-1] = byte_at[-1]
@@ -172,8 +271,118 @@ class JsonTokenizer:
     def decode(self, ids: Any) -> str:
         """The text of the ids, special ones left out."""
         values = np.asarray(ids, np.int64)
-        keep = values[(values != self.bos_id) & (values != self.eos_id)]
-        return self._tokenizer.decode(keep.tolist(), skip_special_tokens=True)
+        known = (values >= 0) & (values < self.vocab_size)
+        keep = values[known & (values != self.bos_id) & (values != self.eos_id)]
+        if not len(keep):  # a decoder that strips the end panics
+            return ""
+        with said_by_the_library(f"data.tokenizer: {self._path} cannot decode"):
+            if (self._byte_of[keep] >= 0x80).any():
+                return str(self._tokenizer.decoder.decode(self._pieces(keep)))
+            return self._tokenizer.decode(keep.tolist(), skip_special_tokens=True)
+
+    def bytes_of(self, ids: np.ndarray, begins: bool) -> np.ndarray:
+        """int32[n]: what every id adds to the bytes of the text that they decode to; a stray byte is one.
+
+        A decoder may leave out what opens a text, as the space that SentencePiece puts there, and may spell a space in
+        three bytes (E2 96 81): the first of them has it.
+        """
+        if self._byte_level:
+            return self.byte_lengths[ids]
+        ids = np.asarray(ids)
+        for id_ in np.unique(ids[self._added[ids] < 0]).tolist():
+            self._added[id_] = self._bytes_behind([self._neighbour], id_)
+        lengths = self._added[ids]
+        if self._space_in_bytes:
+            values = self._byte_of[ids]
+            (places,) = np.nonzero((values[:-2] == 0xE2) & (values[1:-1] == 0x96) & (values[2:] == 0x81))
+            lengths[places + 1] = lengths[places + 2] = 0
+        (visible,) = np.nonzero(lengths)
+        if begins and len(visible):
+            first = int(visible[0])
+            is_space = self._space_in_bytes and first + 2 < len(ids) and not lengths[first + 1 : first + 3].any()
+            opening = ids[first : first + 3] if is_space and self._byte_of[ids[first]] == 0xE2 else ids[[first]]
+            if len(opening) > 1 or self._byte_of[ids[first]] < 0x80:
+                lengths[first] = len(self._plain_decoder.decode(self._pieces(opening)).encode())
+        return lengths
+
+    def _bytes_behind(self, before: list[str], id_: int) -> int:
+        if self._byte_of[id_] >= 0:
+            return 1
+        piece = None if id_ in (self.bos_id, self.eos_id) else self._spellings[id_]
+        if piece is None:
+            return 0
+        with said_by_the_library(f"data.tokenizer: {self._path} cannot decode"):
+            start = len(self._plain_decoder.decode(before))
+            return len(self._plain_decoder.decode([*before, piece])[start:].encode())
+
+    def lost(self, text: str) -> int:
+        """Bytes of a text that its ids do not tell: dropped, changed by a normaliser, or unknown.
+
+        0 where the ids decode to the text. Otherwise every stretch of text is compared with what its own ids decode to:
+        what is not in there is lost. Spaces that a decoder would put between all ids tell nothing.
+        """
+        encoding = self._encode(text)
+        ids = np.asarray(encoding.ids, np.int64)
+        if not (ids == self.unknown_id).any() and self.decode(ids) == text:
+            return 0
+        lost, end, known = 0, 0, functools.lru_cache(maxsize=1 << 14)(self._lost_of)
+        for start, stop, members in stretches(encoding.offsets):
+            piece = tuple(ids[members].tolist())
+            if self.unknown_id in piece:
+                lost += len(text[start:stop].encode()) + known(text[end:start], piece, not end)
+            else:
+                lost += known(text[end:stop], piece, not end)
+            end = stop
+        return lost + len(text[end:].encode())
+
+    def _lost_of(self, text: str, ids: tuple[int, ...], first: bool) -> int:
+        """Bytes of a stretch of text that its ids do not add to the text before them (``first``: there is none)."""
+        if not text:
+            return 0
+        pieces, before = self._pieces(np.asarray(ids)), [] if first else [self._neighbour]
+        with said_by_the_library(f"data.tokenizer: {self._path} cannot decode"):
+            start = len(self._plain_decoder.decode(before)) if before else 0
+            told = self._plain_decoder.decode([*before, *pieces])[start:]
+        if text in told:
+            return 0
+        blocks = difflib.SequenceMatcher(None, text, told, autojunk=False).get_matching_blocks()
+        return len(text.encode()) - sum(len(text[a : a + size].encode()) for a, _, size in blocks)
+
+    def _pieces(self, ids: np.ndarray) -> list[str]:
+        """The spelling of ids, bytes as the characters that they are.
+
+        The library's own decoder makes every byte of a run U+FFFD where one of them is stray, and so unsays characters
+        that were told before; and it leaves a space that is spelled in bytes (E2 96 81) as it is.
+        """
+        pieces: list[str] = []
+        for is_byte, run in itertools.groupby(ids.tolist(), lambda id_: self._byte_of[id_] >= 0):
+            if is_byte:
+                pieces += bytes(self._byte_of[list(run)].astype(np.uint8)).decode("utf-8", EACH)
+            else:
+                pieces += [piece for id_ in run if (piece := self._spellings[id_]) is not None]
+        return pieces
+
+    @functools.cached_property
+    def _spellings(self) -> list[str | None]:
+        """Of each id its piece; None: special, or none."""
+        special = {id_ for id_, token in self._tokenizer.get_added_tokens_decoder().items() if token.special}
+        return [None if id_ in special else self._tokenizer.id_to_token(id_) for id_ in range(self.vocab_size)]
+
+    def special_tokens(self) -> dict[str, str]:
+        """{bos_token, eos_token, unk_token}: their spellings, of those that the file has."""
+        ids = {"bos_token": self.bos_id, "eos_token": self.eos_id, "unk_token": self.unknown_id}
+        spelled = {role: self._tokenizer.id_to_token(id_) for role, id_ in ids.items() if id_ >= 0}
+        return {role: token for role, token in spelled.items() if token is not None}
+
+    def starts(self, id_: int) -> bool:
+        """Whether an id begins with a whole character or with the first byte of one."""
+        if self._byte_of[id_] >= 0:
+            return bool(self._byte_of[id_] & 0xC0 != 0x80)
+        piece = self._spellings[id_]
+        if not piece or id_ in (self.bos_id, self.eos_id):
+            return False
+        inside = later_bytes() if self._byte_level else STRAY
+        return piece[0] not in inside and self.decode([id_]) != ""
 
 
 def declared_special(path: Path) -> dict[str, str]:
@@ -186,8 +395,8 @@ def declared_special(path: Path) -> dict[str, str]:
         return {}
     try:
         described = json.loads(beside.read_text("utf-8"))
-    except (OSError, ValueError) as error:
-        raise UserError(f"data.tokenizer: cannot read {beside}: {_first_line(error)}") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(f"data.tokenizer: cannot read {beside}: {first_line(error)}") from None
     found: dict[str, str] = {}
     for role in ("bos_token", "eos_token"):
         token = described.get(role) if isinstance(described, dict) else None
@@ -206,35 +415,3 @@ def load(spec: str) -> Tokenizer:
         hint = "; did you mean 'bytes'?" if difflib.get_close_matches(spec, ["bytes"]) else ""
         raise UserError(f"data.tokenizer: {spec!r} is neither 'bytes' nor an existing tokenizer.json file{hint}")
     return JsonTokenizer(path)
-
-
-def _byte_offsets(string: str) -> np.ndarray:
-    """int64[len(string) + 1]: where each character starts in UTF-8, and the length in bytes."""
-    if string.isascii():
-        return np.arange(len(string) + 1, dtype=np.int64)
-    points = np.frombuffer(string.encode("utf-32-le"), np.uint32)
-    widths = 1 + (points >= 0x80) + (points >= 0x800) + (points >= 0x10000)
-    return np.concatenate([[0], np.cumsum(widths, dtype=np.int64)])
-
-
-def _piece_lengths(described: dict[str, Any], vocabulary: dict[str, int], size: int) -> np.ndarray:
-    lengths = np.zeros(size, np.int32)
-    added = {token["id"]: bool(token["special"]) for token in described.get("added_tokens") or []}
-    pipeline = json.dumps([described.get("pre_tokenizer"), described.get("decoder"), described.get("normalizer")])
-    byte_level = '"ByteLevel"' in pipeline
-    byte_fallback = bool(described["model"].get("byte_fallback"))
-    prefix = described["model"].get("continuing_subword_prefix") or ""
-    for piece, id_ in vocabulary.items():
-        if id_ in added:
-            lengths[id_] = 0 if added[id_] else len(piece.encode())
-        elif byte_level:
-            lengths[id_] = len(piece)  # one printable character for each byte
-        elif byte_fallback and _BYTE_TOKEN.fullmatch(piece):
-            lengths[id_] = 1
-        else:
-            lengths[id_] = len(piece.removeprefix(prefix).replace("▁", " ").encode())
-    return lengths
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]

@@ -150,7 +150,7 @@ def last_metrics(folder: Path) -> dict[str, Any]:
         file.seek(max(0, path.stat().st_size - 16384))
         lines = file.read().split(b"\n")
     for line in reversed(lines):
-        with contextlib.suppress(ValueError):
+        with contextlib.suppress(ValueError, RecursionError):
             found = json.loads(line)
             if isinstance(found, dict) and "step" in found:
                 return found

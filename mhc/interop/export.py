@@ -28,7 +28,7 @@ from mhc import cli, kinds, remote
 from mhc import config as configs
 from mhc.config import Config
 from mhc.errors import UserError
-from mhc.monitor.writers import read_json, read_jsonl
+from mhc.monitor.writers import read_json, read_jsonl, write_json
 
 SHARD = 5_000_000_000  # bytes of the largest file
 VERSION = 1  # of our format
@@ -90,6 +90,7 @@ def export(run: str | Path, folder: str | Path, step: int | None = None, names: 
         (made / "config.json").write_text(json.dumps(described, indent=2) + "\n")
         write_weights(made, shapes, tensor, {"format": "pt"} if family else {"format": "mhc"})
         write_tokenizer(made / "tokenizer.json", config.data.tokenizer)
+        write_tokenizer_config(made / "tokenizer_config.json", config)
         if family is None:
             (made / "model.py").write_text(source)
         about = card(remote.local_copy(run), loaded.step, config, family.name if family else None)
@@ -233,6 +234,24 @@ def write_tokenizer(path: Path, spec: str) -> None:
     made.decoder = tokenizers.decoders.ByteLevel()
     made.add_special_tokens(["<s>", "</s>"])  # 256 and 257
     made.save(str(path))
+
+
+def write_tokenizer_config(path: Path, config: Config) -> None:
+    """A tokenizer_config.json that names the special tokens; what lay beside the run's tokeniser stays in it.
+
+    An id that was added behind the file's vocabulary has no token there, and none is named for it.
+    """
+    from mhc.data import tokenizers
+
+    tokenizer = tokenizers.load(config.data.tokenizer)
+    beside: dict[str, Any] = {}
+    if config.data.tokenizer != "bytes":
+        source = Path(config.data.tokenizer).expanduser().with_name(tokenizers.SPECIAL)
+        found = json.loads(source.read_text("utf-8")) if source.is_file() else {}  # it was read as the tokeniser was
+        beside = found if isinstance(found, dict) else {}
+    ours = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+    limit = {"model_max_length": config.max_length} if config.positions.kind == "learned" else {}
+    write_json(path, {**ours, **limit, **beside, **tokenizer.special_tokens()})
 
 
 def card(run: Path, step: int, config: Config, family: str | None) -> str:

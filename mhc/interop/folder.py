@@ -121,7 +121,7 @@ def _json(path: Path) -> dict[str, Any]:
         found = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror}") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{path}: not JSON: {error}") from None
     if not isinstance(found, dict):
         raise UserError(f"{path}: not a JSON object")

@@ -50,7 +50,7 @@ class SafetensorsFile:
                 header = json.loads(file.read(length))
         except OSError as error:
             raise UserError(f"{path}: cannot be read: {error.strerror}") from None
-        except ValueError:
+        except (ValueError, RecursionError):
             raise UserError(f"{path}: not a safetensors file: its header is no JSON") from None
         self._start, held = 8 + length, size - 8 - length
         if not isinstance(header, dict):

@@ -137,7 +137,7 @@ def read_jsonl(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     for number, record in enumerate(parsed, 1):
         if record is None:
             raise UserError(f"{path}: line {number} is not a JSON object")
-        records.append({key: _revive(value) for key, value in record.items()})
+        records.append(_revived(record, f"{path}, line {number}"))
     return records
 
 
@@ -161,7 +161,7 @@ def read_json(path: str | os.PathLike[str]) -> dict[str, Any]:
     record = _parse(content)
     if record is None:
         raise UserError(f"{path}: holds no JSON object")
-    return {key: _revive(value) for key, value in record.items()}
+    return _revived(record, str(path))
 
 
 def jsonable(value: Any) -> Any:
@@ -327,7 +327,7 @@ class Progress:
         self._first: tuple[int, float] | None = None  # step and time of the first record: compilation is behind it
         self._shown = -math.inf
         self._open = False  # a terminal line without its newline
-        self._bits_per_byte: float | None = None
+        self._validated: tuple[int, float] | None = None  # step and bits per byte of the last validation
 
     def write(self, record: Record) -> None:
         """Take a step's metrics: ``step``, ``loss``, ``tokens_per_second``; ``val_bits_per_byte`` when there is one."""
@@ -338,7 +338,7 @@ class Progress:
             self._first = (step, now)
         validated = "val_bits_per_byte" in record and record["val_bits_per_byte"] is not None
         if validated:
-            self._bits_per_byte = float(record["val_bits_per_byte"])
+            self._validated = (step, float(record["val_bits_per_byte"]))
         last = step >= self._total
         due = last or validated or step % self._every == 0
         if self._tty:
@@ -373,8 +373,9 @@ class Progress:
     def _line(self, record: Record, step: int, now: float) -> str:
         width = len(str(self._total))
         parts = [f"step {step:{width}d}/{self._total}", f"loss {float(record['loss']):.4f}"]
-        if self._bits_per_byte is not None:
-            parts.append(f"val {self._bits_per_byte:.4f} bits/byte")
+        if self._validated is not None:
+            when, bits = self._validated
+            parts.append(f"val {bits:.4f} bits/byte" + ("" if when == step else f" at step {when}"))
         parts.append(f"{float(record['tokens_per_second']):,.0f} tokens/s")
         assert self._first is not None
         first_step, first_time = self._first
@@ -419,6 +420,14 @@ def _revive(value: Any) -> Any:
     return value
 
 
+def _revived(record: dict[str, Any], place: str) -> dict[str, Any]:
+    """A record with the strings of non-finite numbers as floats. Raises UserError where it is nested too deep."""
+    try:
+        return {key: _revive(value) for key, value in record.items()}
+    except RecursionError:
+        raise UserError(f"{place}: nested too deep") from None
+
+
 def _split(content: bytes) -> list[bytes]:
     """Lines with their newline, the last perhaps without; only b"\\n" ends a line."""
     lines = [line + b"\n" for line in content.split(b"\n")]
@@ -430,6 +439,6 @@ def _parse(line: bytes) -> dict[str, Any] | None:
     """The object of a line, or None where there is none."""
     try:
         record = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return record if isinstance(record, dict) else None

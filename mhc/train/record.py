@@ -75,7 +75,7 @@ class Record:
         writes: bool = True,
     ):
         self.workdir, self.config, self.progress = workdir, config, progress
-        self.validation: dict[str, float] = {}
+        self.validation: dict[str, float | None] = {}
         self._extra: list[Writer] = []
         self._metrics: Writer
         self._probes: Writer
@@ -133,7 +133,7 @@ class Record:
         mfu: float | None,
         spent: Mapping[str, float | int | None],
         sources: Mapping[str, float | int | None],
-        validation: Mapping[str, float] | None,
+        validation: Mapping[str, float | None] | None,
     ) -> Alarm | None:
         """Write a step's line.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
 import os
 import sys
@@ -19,7 +20,7 @@ from jax.sharding import Mesh
 from mhc import config as configs
 from mhc import distributed, provenance, remote
 from mhc.config import Config, shares
-from mhc.data import pipeline, tokenizers
+from mhc.data import fidelity, pipeline, tokenizers
 from mhc.data.places import may_match
 from mhc.data.prepared import manifest_hash
 from mhc.data.tokenizers import Tokenizer
@@ -157,6 +158,10 @@ class Run:
         self.place = self.home.place  # as the user named it
         self.faults, self.origin = faults, origin
         self.tokenizer: Tokenizer = tokenizers.load(config.data.tokenizer)
+        stored = remote.read(self.place / "config.json")
+        if stored is not None and (before := configs.from_json(stored.decode()).validation).rule == "first":
+            kept = configs.keep_rule(vars(before), vars(config.validation))  # an older run keeps its rows
+            config = dataclasses.replace(config, validation=configs.ValidationConfig(**kept))
         self.config = configs.resolve(config, self.tokenizer.vocab_size)
         _check_apart(self.config, self.place)
         self.mesh: Mesh = make_mesh(self.config.mesh, None if devices is None else list(devices))
@@ -183,9 +188,11 @@ class Run:
                 self.config.data,
                 self.tokenizer,
                 batch_size=train.batch_size,
-                batches=self.config.validation.batches,
+                count=self.config.validation_rows,
+                spread=self.config.validation.rule != "first",
                 rows=local_rows(self.mesh, train.batch_size),
             )
+            self.lost = {name: of.lost for name, of in self.validation.items()}
             probing = self.config.monitor.probe_every > 0
             self.probe_batch = probes.probe_batch(self.config) if probing else None
         except BaseException:
@@ -297,6 +304,11 @@ class Run:
             "manifest": " ".join(filter(None, manifests)) or None,
             "tokenizer": self.tokenizer.content_hash,
         }
+        self.notes += [of.said(name) for name, of in self.validation.items()]
+        if lost := fidelity.worst(self.lost.values()):
+            name = self.config.data.tokenizer
+            self.notes.append(fidelity.reason(lost, name) or fidelity.said(lost, name))
+            data["bytes lost"] = lost
         now = provenance.start(self.config, self.mesh, step=step, data=data)
         earlier = provenance.read(file).starts if file.is_file() else ()
         for note in [*self.notes, *provenance.notes(now, earlier, self.origin)]:
@@ -444,7 +456,7 @@ class Run:
         peak = next((peak for name, peak in PEAK_FLOPS.items() if kind.startswith(name)), None)
         return None if peak is None else tokens_per_second * self.flops_per_token / (peak * self.mesh.size)
 
-    def _validate(self) -> dict[str, float]:
+    def _validate(self) -> dict[str, float | None]:
         """Loss over the fixed validation sets, weighted by tokens; at most two batches are in flight."""
         sums = {name: dict.fromkeys(("nll", "weight", "bytes"), 0.0) for name in self.validation}
         waiting: tuple[str, dict[str, jax.Array]] | None = None
@@ -454,11 +466,11 @@ class Run:
                 for name, value in jax.device_get(part[1]).items():
                     sums[part[0]][name] += float(value)
 
-        def measures(of: Mapping[str, float], suffix: str) -> dict[str, float]:
-            bits = of["nll"] / math.log(2)
+        def measures(of: Mapping[str, float], suffix: str, lost: float) -> dict[str, float | None]:
+            bits = of["nll"] / math.log(2) / of["bytes"] if of["bytes"] else math.nan
             return {
                 f"val_loss{suffix}": of["nll"] / max(of["weight"], 1.0),
-                f"val_bits_per_byte{suffix}": bits / of["bytes"] if of["bytes"] else math.nan,
+                f"val_bits_per_byte{suffix}": bits if lost <= fidelity.LIMIT else None,
             }
 
         with self.phases("validation"):
@@ -470,10 +482,10 @@ class Run:
                     self.phases.beat()
             add(waiting)
         total = {key: sum(of[key] for of in sums.values()) for key in ("nll", "weight", "bytes")}
-        found = measures(total, "")
+        found = measures(total, "", fidelity.worst(self.lost.values()))
         for name, of in sums.items():
             if name:  # one of several
-                found |= measures(of, f"/{name}")
+                found |= measures(of, f"/{name}", self.lost[name])
         return found
 
     def _probe(self, metrics: dict[str, Any] | None) -> None:
@@ -664,8 +676,10 @@ class Run:
         reason = "halted" if self.halted else "finished" if finished else "stopped"
         if reason == "stopped":
             self.record.event("stopped", self.step, reason="signal")
+        withheld = fidelity.reason(fidelity.worst(self.lost.values()), self.config.data.tokenizer)
         whole = {
             **(self.record.summary() if self.primary else {}),
+            **({"bits_per_byte_reason": withheld} if withheld else {}),
             "steps": self.step,
             "tokens": self.tokens,
             "seconds": self._seconds(),

@@ -14,7 +14,10 @@ from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
+import pyarrow
+import pyarrow.parquet
 import pytest
+import zstandard
 
 from mhc.config import DataConfig
 from mhc.data import files, stdlib, tokenizers
@@ -199,6 +202,29 @@ def npy(array: np.ndarray) -> Callable[[Path], str]:
     return make
 
 
+def cut_npy(folder: Path) -> str:
+    np.save(folder / "a.npy", np.arange(99))
+    content = (folder / "a.npy").read_bytes()
+    (folder / "a.npy").write_bytes(content[:20])
+    return f"tokens:{folder}/a.npy"
+
+
+def npz(folder: Path) -> str:
+    np.savez(folder / "a.npz", np.arange(99))
+    (folder / "a.npz").rename(folder / "a.npy")
+    return f"tokens:{folder}/a.npy"
+
+
+def renamed_npy(folder: Path) -> str:
+    np.save(folder / "a.npy", np.arange(99))
+    (folder / "a.npy").rename(folder / "a.bin")
+    return f"tokens:{folder}/a.bin"
+
+
+POINTERS = {
+    "git-lfs": b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"0" * 64 + b"\nsize 12345\n",
+    "git-annex": b"/annex/objects/SHA256E-s12345--" + b"0" * 64 + b".npy\n",
+}
 GOOD = b'{"text": "good"}\n'
 MISTAKES: dict[str, tuple[Callable[[Path], str] | str, str]] = {
     "missing": (lambda f: f"text:{f}/no/*.txt", r"text:.*/no/\*.txt matches no file"),
@@ -237,7 +263,29 @@ MISTAKES: dict[str, tuple[Callable[[Path], str] | str, str]] = {
     "negative token": (npy(np.array([5] * 300 + [-1])), "a.npy, token 300: id -1 is not of 0 to 257"),
     "two axes": (npy(np.zeros((2, 2), np.int32)), r"a.npy: wanted one axis of integers, found shape \(2, 2\) of int32"),
     "floats": (npy(np.zeros(3)), r"a.npy: wanted one axis of integers, found shape \(3,\) of float64"),
-    "no npy": (file("a.npy", b"xx", "tokens"), "a.npy is not a readable .npy file: "),
+    "no npy": (
+        file("a.npy", b"xx", "tokens"),
+        "a.npy is not a readable .npy file: it has no numpy header; raw ids are",
+    ),
+    "raw ids as npy": (
+        file("a.NPY", np.arange(999, dtype=np.uint16).tobytes(), "tokens"),
+        r"a.NPY is .*: it has no numpy header; raw ids are read from files whose names end in .bin, of data.token_d",
+    ),
+    "cut npy": (cut_npy, "a.npy is not a readable .npy file: "),
+    "objects": (npy(np.array([1, "a", None], object)), "a.npy is not a readable .npy file: it holds Python objects"),
+    "npz as npy": (npz, "a.npy is not a readable .npy file: it has no numpy header"),
+    "npy as bin": (renamed_npy, "a.bin has a numpy header, which raw ids have not; its name must end in .npy"),
+    **{
+        f"{kind} pointer as {name}": (
+            file(name, content, reader),
+            rf"{name} is a {kind} pointer, not the file itself: ",
+        )
+        for name, reader in (
+            *((name, "text") for name in ("a.txt", "a.jsonl", "a.parquet", "a.txt.gz", "a.jsonl.ZST")),
+            *((name, "tokens") for name in ("a.npy", "a.bin", "a.bin.zst")),
+        )
+        for kind, content in POINTERS.items()
+    },
     "odd bin": (file("a.bin", b"xxx", "tokens"), "a.bin: 3 bytes are no multiple of the 2 of data.token_dtype=uint16"),
     "no token file": (file("a.txt", b"xxx", "tokens"), "a.txt: tokens: reads .npy and .bin files, not .txt"),
     "no dataset": (
@@ -256,6 +304,126 @@ def test_a_mistake_is_one_line_that_names_file_and_place(tmp_path: Path, case: s
         open_corpus(data, BYTES, "train")
     assert re.search(message, str(caught.value)), str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def wide(rng: np.random.Generator, count: int, vocabulary: int, dtype: str, path: Path) -> None:
+    rng.integers(0, vocabulary, count).astype(dtype).tofile(path)
+
+
+@pytest.mark.parametrize(
+    ("written", "read", "vocabulary", "message"),
+    [
+        (
+            "uint32",
+            "uint16",
+            258,
+            r"ids of 32 bits or more, read as data.token_dtype=uint16 \(every second id is 0\); set",
+        ),
+        ("int64", "uint16", 258, r"set data.token_dtype=uint32"),
+        (
+            "int64",
+            "uint32",
+            258,
+            r"of 64 bits or more, read as data.token_dtype=uint32 .* set data.token_dtype=int64",
+        ),
+        ("uint32", "uint16", 200_000, r"read as data.token_dtype=uint16; set data.token_dtype=uint32"),
+        ("uint16", "uint32", 258, r"several ids of 16 bits seem to be read as one of data.token_dtype=uint32"),
+    ],
+)
+def test_ids_of_another_width_are_named(tmp_path: Path, written: str, read: str, vocabulary: int, message: str) -> None:
+    wide(np.random.default_rng(0), 4000, vocabulary, written, tmp_path / "a.bin")
+    data = config(tmp_path, f"tokens:{tmp_path}/a.bin", token_dtype=read)
+    with pytest.raises(UserError, match=rf"a.bin.*{message}"):
+        open_corpus(data, BYTES, "train")
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "uint16", "uint32", "int32", "int64"])
+@pytest.mark.parametrize("vocabulary", [2, 16, 256])
+def test_ids_of_their_own_width_are_read(tmp_path: Path, dtype: str, vocabulary: int) -> None:
+    """However few of them there are, and however small."""
+    for count in (40, 4001):
+        wide(np.random.default_rng(1), count, vocabulary, dtype, tmp_path / "a.bin")
+        data = config(tmp_path, f"tokens:{tmp_path}/a.bin", token_dtype=dtype, validation="stdlib")
+        assert len(open_corpus(data, BYTES, "train"))
+
+
+# Names of files -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["a.JSONL", "a.ndjson", "a.jsonlines", "a.Jsonl", "a.ldjson", "a.jsonl.bak.jsonl"])
+@pytest.mark.parametrize("packed", ["", ".gz", ".GZ", ".zst", ".zstd", ".ZSTD", ".gzip"])
+def test_every_usual_name_of_lines_is_read_by_its_field(tmp_path: Path, name: str, packed: str) -> None:
+    content = b'{"text": "one"}\n\n{"text": "two"}\n{"text": "three"}\n'
+    packs: dict[str, Callable[[bytes], bytes]] = {"gz": gzip.compress, "zs": zstandard.compress}
+    pack = packs.get(packed[1:3].lower(), bytes)
+    (tmp_path / f"{name}{packed}").write_bytes(pack(content))
+    data = config(tmp_path, f"text:{tmp_path}/{name}{packed}")
+    assert sorted(everything(data)) == [b"one", b"three", b"two"]
+
+
+@pytest.mark.parametrize("name", ["a.PARQUET", "a.pq", "a.Parquet"])
+def test_every_usual_name_of_parquet_is_read(tmp_path: Path, name: str) -> None:
+    table = pyarrow.table({"text": ["one", "two", "three"]})
+    pyarrow.parquet.write_table(table, tmp_path / name)
+    assert sorted(everything(config(tmp_path, f"text:{tmp_path}/{name}"))) == [b"one", b"three", b"two"]
+
+
+@pytest.mark.parametrize("name", ["a.NPY", "a.BIN", "a.Npy.GZ", "a.bin.ZSTD"])
+def test_every_usual_name_of_ids_is_read(tmp_path: Path, name: str) -> None:
+    ids = np.arange(200, dtype=np.uint16) % 250
+    path = tmp_path / "plain.npy"
+    np.save(path, ids)
+    content = path.read_bytes() if "npy" in name.lower() else ids.tobytes()
+    packs: dict[str, Callable[[bytes], bytes]] = {".gz": gzip.compress, ".zstd": zstandard.compress}
+    pack = packs.get(Path(name).suffix.lower(), bytes)
+    (tmp_path / name).write_bytes(pack(content))
+    source = open_source(config(tmp_path, f"tokens:{tmp_path}/{name}", validation="stdlib"), "train")
+    np.testing.assert_array_equal(np.concatenate([cast(np.ndarray, source[n]) for n in range(len(source))]), ids)
+
+
+@pytest.mark.parametrize("name", ["a.JSON", "a.XZ", "a.txt.BZ2", "a.lz4", "a.Zip", "a.tgz", "a.Arrow", "a.json.GZ"])
+def test_a_file_of_another_kind_is_refused_whatever_the_case(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_bytes(b"words " * 99)
+    with pytest.raises(UserError, match=f"{name} is not a text file"):
+        open_source(config(tmp_path, f"text:{tmp_path}/{name}"), "train")
+
+
+@pytest.mark.parametrize("pack", [gzip.compress, zstandard.compress])
+def test_a_compressed_file_without_its_ending_is_named(tmp_path: Path, pack: Callable[[bytes], bytes]) -> None:
+    (tmp_path / "a.txt").write_bytes(pack(b"words " * 99))
+    with pytest.raises(UserError, match=r"a.txt: not UTF-8: it is compressed, and its name must end in \.(gz|zst)$"):
+        open_source(config(tmp_path, f"text:{tmp_path}/a.txt"), "train")
+
+
+def test_lines_of_json_in_a_text_file_are_worth_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    line = json.dumps({"text": "some words"}) + "\n"
+    for name, content, told in (
+        ("a.txt", line * 99, True),
+        ("b.log", "\n" + line * 9999, True),
+        ("c", "\ufeff" + line, True),
+        ("d.txt", json.dumps({"body": "x"}) + "\n", False),
+        ("e.txt", "{ not json }\n" * 9, False),
+        ("f.txt", "[" * 99_999, False),
+        ("g.py", 'x = {"text": 1}\n', False),
+        ("h.jsonl", line * 99, False),
+    ):
+        caplog.clear()
+        (tmp_path / name).write_text(content, "utf-8")
+        open_source(config(tmp_path, f"text:{tmp_path}/{name}", holdout=0.0, validation="stdlib"), "train")
+        assert [name in record.getMessage() for record in caplog.records] == [True] * told
+        if told:
+            assert "its lines are JSON objects with the field 'text'" in caplog.text
+
+
+def test_lines_that_were_read_as_text_are_another_corpus(tmp_path: Path) -> None:
+    """A position in them must not go on in documents of other places; of all other names nothing has changed."""
+    content = (b'{"text": "' + b"word " * 20 + b'"}\n') * 40
+    prints = {}
+    for name in ("a.txt", "a.jsonl", "a.JSONL", "a.ndjson"):
+        (tmp_path / name).write_bytes(content)
+        prints[name] = open_source(config(tmp_path, f"text:{tmp_path}/{name}"), "train")
+    settings = {name: cast(files.TextFiles, of)._settings([len(content)]) for name, of in prints.items()}
+    assert settings["a.txt"] == settings["a.jsonl"] != settings["a.JSONL"] != settings["a.ndjson"]
 
 
 def test_further_mistakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -423,3 +591,11 @@ def test_tfds_mistakes(prepared: Callable[..., DataConfig]) -> None:
         open_source(dataclasses.replace(data, field="id"), "train")
     with pytest.raises(UserError, match=r"tfds:tale is not prepared in .* \(has: tales\); did you mean 'tfds:tales'\?"):
         open_source(dataclasses.replace(data, source="tfds:tale"), "train")
+
+
+def test_what_ends_a_line_elsewhere_is_text_in_a_line_of_json(tmp_path: Path) -> None:
+    """Line separators of Unicode and control characters: a newline alone ends a line."""
+    texts = [f"one\u2028two\u2029three\x85four\x0bfive\x0csix\x1cseven {number}" for number in range(5)]
+    lines = (json.dumps({"text": text}, ensure_ascii=False) for text in texts)
+    (tmp_path / "a.jsonl").write_text("\r\n".join(lines), "utf-8", newline="")
+    assert everything(config(tmp_path, f"text:{tmp_path}/a.jsonl")) == sorted(text.encode() for text in texts)

@@ -159,3 +159,36 @@ def test_deepseeks_names_are_known(tmp_path: Path) -> None:
     byte_level(("<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>")).save(str(tmp_path / "tokenizer.json"))
     made = tokenizers.JsonTokenizer(tmp_path / "tokenizer.json")
     assert (made.bos_id, made.eos_id) == (0, 1)
+
+
+def test_a_dropout_of_merges_is_switched_off(tmp_path: Path) -> None:
+    """Else every reading of a text would be another, and so would every resume, host and prepared folder."""
+    described = json.loads(byte_level().to_str())
+    (tmp_path / "plain.json").write_text(json.dumps(described))
+    described["model"]["dropout"] = 0.5
+    (tmp_path / "random.json").write_text(json.dumps(described))
+    plain, random = (tokenizers.load(str(tmp_path / f"{name}.json")) for name in ("plain", "random"))
+    for _ in range(20):
+        np.testing.assert_array_equal(random.encode(TEXT[0]), plain.encode(TEXT[0]))
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "{}",
+        '{"model": {}}',
+        '{"model": []}',
+        '{"model": {"type": "BPE", "vocab": {"a": 4000000000}, "merges": []}, "version": "1.0"}',
+        '{"version": "1.0", "model": {"type": "Unigram", "unk_id": 7, "vocab": [["a", -1.0]]}}',
+        '{"version": "1.0", "model": {"type": "WordLevel", "vocab": {}, "unk_token": "x"}}',
+        '{"version": "9.0", "model": {"type": "BPE", "vocab": {"a": 0}, "merges": []}}',
+        '{"version": "1.0", "model": {"type": "BPE", "vocab": {"a": 0}, "merges": [["a", "b"]]}}',
+        "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n",
+        "[" * 100_000,
+    ],
+)
+def test_a_file_that_is_no_tokeniser_is_a_line(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "tokenizer.json"
+    path.write_text(content)
+    with pytest.raises(UserError, match=rf"^data.tokenizer: {path} (is not a|has |is a git-lfs)[^\n]+$"):
+        tokenizers.load(str(path))

@@ -24,6 +24,7 @@ from mhc import cli
 from mhc import config as configs
 from mhc.config import CheckpointConfig, Config
 from mhc.data import tokenizers
+from mhc.data.tokenizers import Tokenizer
 from mhc.errors import UserError
 from mhc.model.decoder import Params
 from mhc.model.sampling import Sampling, sample, token_keys
@@ -237,6 +238,79 @@ def test_pieces_become_text(kind: str, tmp_path: Path) -> None:
         assert stream.end() == "\N{REPLACEMENT CHARACTER}"
 
 
+SPACE = {"type": "Replace", "pattern": {"String": "▁"}, "content": " "}
+BYTES_OF, FUSE = {"type": "ByteFallback"}, {"type": "Fuse"}
+DECODERS = {  # of Gemma's kind, without a space that is stripped, and with bytes joined first
+    "gemma": [SPACE, BYTES_OF, FUSE],
+    "bytes first": [BYTES_OF, FUSE, SPACE, {"type": "Strip", "content": " ", "start": 1, "stop": 0}],
+}
+KINDS = ("bytes", "bytelevel", "metaspace", "llama2", "unigram_unk", "wordpiece_unk", "wordpiece", *DECODERS)
+TOKENIZERS = Path(__file__).parents[1] / "data" / "tokenizers"
+
+
+@pytest.fixture(scope="module")
+def kinds(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tokenizer]:
+    folder = tmp_path_factory.mktemp("kinds")
+    paths = {kind: str(TOKENIZERS / f"{kind}.json") for kind in KINDS} | {"bytes": "bytes"}
+    described = json.loads((TOKENIZERS / "wordpiece_unk.json").read_text("utf-8"))
+    described["decoder"] = {"type": "WordPiece", "prefix": "##", "cleanup": True}
+    for kind in ("bytelevel", "metaspace", "wordpiece"):
+        paths[kind] = str(folder / f"{kind}.json")
+        if kind != "wordpiece":
+            library(kind).save(paths[kind])
+    Path(paths["wordpiece"]).write_text(json.dumps(described))
+    for kind, parts in DECODERS.items():
+        described = json.loads((TOKENIZERS / "llama2.json").read_text("utf-8"))
+        paths[kind] = str(folder / f"{kind}.json")
+        Path(paths[kind]).write_text(json.dumps({**described, "decoder": {"type": "Sequence", "decoders": parts}}))
+    return {kind: tokenizers.load(path) for kind, path in paths.items()}
+
+
+def ids_of_bytes(tokenizer: Tokenizer, data: bytes) -> list[int]:
+    """Ids that spell bytes, whether they are UTF-8 or not; of other kinds some ids."""
+    if isinstance(tokenizer, tokenizers.ByteTokenizer):
+        return list(data)
+    names = [tokenizer._tokenizer.token_to_id(f"<0x{byte:02X}>") for byte in data]  # type: ignore[attr-defined]
+    return [byte % tokenizer.vocab_size if id_ is None else id_ for byte, id_ in zip(data, names, strict=True)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@hypothesis.settings(deadline=None, max_examples=50)
+@hypothesis.given(data=st.data())
+def test_a_stream_gives_what_decoding_the_whole_gives(
+    kinds: dict[str, Tokenizer], kind: str, data: st.DataObject
+) -> None:
+    """Whatever the bytes and wherever they are cut, also within a character."""
+    tokenizer = kinds[kind]
+    some_bytes = st.one_of(st.text("a🙂é▁ ").map(str.encode), st.binary(max_size=40))
+    some_ids = st.lists(st.integers(0, tokenizer.vocab_size - 1), max_size=40)
+    ids = data.draw(st.one_of(some_bytes.map(lambda content: ids_of_bytes(tokenizer, content)), some_ids))
+    cut = data.draw(st.integers(0, len(ids)))
+    before = [tokenizer.bos_id, *ids[:cut]]
+    stream = text_stream(tokenizer, before)
+    text = "".join(map(stream.push, ids[cut:])) + stream.end()
+    start, whole = tokenizer.decode(before), tokenizer.decode([*before, *ids[cut:]])
+    shared = next(
+        (n for n, (a, b) in enumerate(zip(start, whole, strict=False)) if a != b), min(map(len, (start, whole)))
+    )
+    assert text == whole[shared:]
+    # Of what stands before, nothing but half a character may become another.
+    assert start[shared:] in ("", *("\N{REPLACEMENT CHARACTER}" * n for n in (1, 2, 3)))
+
+
+def test_characters_of_bytes_are_told_whole_behind_others(kinds: dict[str, Tokenizer]) -> None:
+    """Six tokens back from the new ones is the middle of a character."""
+    tokenizer = kinds["llama2"]
+    for prompt, new, told in (
+        ("🙂🙂", "😀a".encode(), ["", "", "", "😀", "a"]),
+        ("深さ深さ", b"\xff\xe6\xb7\xb1\xff", ["", "", "", "�深", ""]),
+        ("a", b"\xe2\x96\x81a", ["", "", " ", "a"]),
+    ):
+        stream = text_stream(tokenizer, [tokenizer.bos_id, *tokenizer.encode(prompt).tolist()])
+        assert [stream.push(id_) for id_ in ids_of_bytes(tokenizer, new)] == told
+        assert stream.end() == ("�" if new.endswith(b"\xff") else "")
+
+
 # The command line -----------------------------------------------------------------------------------------------------
 
 
@@ -309,6 +383,12 @@ def test_a_file_of_prompts(run: Path, capsys: pytest.CaptureFixture[str], tmp_pa
         (lambda run: command(run, prompt="a", stop=""), "--stop: given ''"),
         (lambda run: command(run, prompt="a", stop_token=258), "--stop_token: given 258, allowed: 0 to 257"),
         (lambda run: command(run, prompt="a\udcff"), "--prompt: not UTF-8"),
+        (lambda run: command(run, prompt="a", stop="\udcff"), "--stop: not UTF-8: character 1 is an unpaired"),
+        (lambda run: command(run, "--stop=b", "--stop=a\ud83d", prompt="a"), "--stop: not UTF-8: character 2"),
+        (lambda run: command(run, prompts=written(run, "c.jsonl", b'{"prompt": "a"}\n\n{"prompt": "a\\ud83d"}')),
+         "c.jsonl, line 3: not UTF-8: character 2 is an unpaired surrogate (U+D83D)"),
+        (lambda run: command(run, prompts=written(run, "d.jsonl", b"[" * 100_000)), "d.jsonl, line 1: not JSON"),
+        (lambda run: command(run, prompts=written(run, "a.txt", b"a\n\xed\xa0\x80")), "a.txt, line 2, is not UTF-8"),
         (lambda run: command(run, prompt="a", json=run), "--json: cannot write"),
         (lambda run: command(run, prompts=run / "none.txt"), "--prompts: cannot read"),
         (lambda run: command(run, prompts=written(run, "a.txt", b" \n\n")), "holds no prompt"),

@@ -120,6 +120,31 @@ PAIRS = [
 ]
 
 
+def test_what_is_empty_costs_nothing(model):
+    """A continuation, a context, a text without a token: nothing is predicted, and greedy decoding agrees."""
+    asked = [request("loglikelihood", *pair) for pair in (("a stream", ""), ("", ""), ("a", " stream"))]
+    found = model.loglikelihood(asked)
+    assert found[:2] == [(0.0, True), (0.0, True)] and found[2][0] < 0
+    empty, other = model.loglikelihood_rolling([request("loglikelihood_rolling", text) for text in ("", "a")])
+    assert empty == 0.0 > other
+    (text,) = model.generate_until([request("generate_until", "", {"until": ["", "\n"], "max_gen_toks": 2})])
+    assert "\n" not in text
+
+
+def test_a_text_that_has_no_ids_is_named_by_its_document(model):
+    """Before anything is computed: half a character here, a letter that the tokeniser does not know elsewhere."""
+    fine = request("loglikelihood", "a", " stream")
+    for kind, ask, arguments in (
+        ("loglikelihood", model.loglikelihood, ("a\ud83d", " b")),
+        ("loglikelihood", model.loglikelihood, ("", "\ud83d")),
+        ("loglikelihood_rolling", model.loglikelihood_rolling, ("a\ud83d",)),
+        ("generate_until", model.generate_until, ("a\ud83d", {"until": [], "max_gen_toks": 2})),
+    ):
+        broken = Instance(request_type=kind, doc={}, arguments=arguments, idx=0, metadata=("mine", 7, 1))
+        with pytest.raises(UserError, match=r"^task mine, document 7: not UTF-8: character \d is an unpaired"):
+            ask([fine, broken] if kind == "loglikelihood" else [broken])
+
+
 # Each length is a program of its own.
 @pytest.mark.parametrize("pairs", [PAIRS[6:7], pytest.param(PAIRS, marks=pytest.mark.slow)], ids=["long", "every"])
 def test_a_likelihood_is_that_of_the_request_alone(pairs, model):

@@ -368,6 +368,14 @@ def test_a_mistake_is_one_line(given, message, runs, golden, capsys):
     assert message in refusal(["--checkpoint", runs("plain"), *given], capsys)
 
 
+def test_half_a_character_in_a_prompt_is_named_by_its_line(runs, tmp_path, capsys):
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('{"prompt": "a"}\n{"prompt": "b\\udcff"}\n')
+    said = refusal(["--checkpoint", runs("plain"), "--save", tmp_path / "a.npz", "--prompts", file], capsys)
+    assert f"{file}, line 2: not UTF-8: character 2 is an unpaired surrogate (U+DCFF)" in said
+    assert not (tmp_path / "a.npz").exists()
+
+
 def test_a_golden_file_that_does_not_fit(runs, golden, tmp_path, capsys):
     """Of another vocabulary or tokeniser, of longer rows than there are positions, damaged, or something else."""
     run = runs("plain")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -183,6 +184,24 @@ def test_a_base_that_changed_under_a_begun_arm_is_refused_by_name(write: Write, 
     with pytest.raises(UserError, match=re.escape("model.width: stored 32, given 16")):
         plan.store(load(grid), workdir)
     assert (workdir / plan.FILE).read_bytes() == before
+
+
+def test_a_grid_of_an_older_version_keeps_its_validation_rows(write: Write, tmp_path: Path) -> None:
+    """Arms that are still to run are validated on what those were that have run."""
+    workdir, grid = tmp_path / "w", write("axis('optimizer.lr', 0.1, 0.2)")
+    plan.store(load(grid), workdir)
+    begin(workdir, "lr=0.1")
+    stored = json.loads((workdir / plan.FILE).read_text())
+    stored["base"]["validation"] = {"every": 100, "batches": 16}
+    (workdir / plan.FILE).write_text(json.dumps(stored))
+    with pytest.raises(UserError, match=re.escape("validation.batches: stored 16, given 3")):
+        plan.store(load(grid, "--config.validation.batches=3"), workdir)
+    kept = plan.store(load(grid), workdir).config("lr=0.2").validation
+    assert (kept.rule, kept.batches) == ("first", 16)
+    again = plan.store(load(grid), workdir).config("lr=0.1").validation
+    assert (again.rule, again.batches) == ("first", 16)
+    new = plan.store(load(grid), tmp_path / "new").config("lr=0.2").validation
+    assert (new.rule, new.batches) == (None, None)
 
 
 def test_a_folder_of_something_else_is_refused(write: Write, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -16,10 +17,11 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import Tokenizer as Library
 
 from mhc import interop, kinds
 from mhc.config import Config, to_json
-from mhc.data.tokenizers import ByteTokenizer, JsonTokenizer
+from mhc.data.tokenizers import ByteTokenizer, JsonTokenizer, load
 from mhc.errors import UserError
 from mhc.interop import HfFolder, export, hf
 from mhc.model.block import build_topology
@@ -188,6 +190,7 @@ def test_an_exported_mhc_run_stands_alone(run: Path, tmp_path: Path) -> None:
         "model.py",
         "model.safetensors",
         "tokenizer.json",
+        "tokenizer_config.json",
     ]
     tokens = [[72, 105, 32, 116]]
     script = f"import numpy, model; numpy.save('logits', model.load()({tokens}))"
@@ -228,6 +231,30 @@ def byte_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> JsonTokenizer:
     made = JsonTokenizer(path)
     assert (made.vocab_size, made.bos_id, made.eos_id) == (258, 256, 257)
     return made
+
+
+@pytest.mark.parametrize("kind", ["bytes", "llama2", "bpe_no_unk", "beside"])
+def test_the_special_tokens_are_named_beside_the_tokeniser(tmp_path: Path, kind: str) -> None:
+    """For other tools, and for this one: the exported folder's tokeniser has the ids of the run's."""
+    spec = "bytes"
+    if kind != "bytes":
+        file = "llama2" if kind == "beside" else kind
+        spec = str(tmp_path / "tokenizer.json")
+        shutil.copy(Path(__file__).parents[1] / "data" / "tokenizers" / f"{file}.json", spec)
+    if kind == "beside":
+        given = {"bos_token": "</s>", "eos_token": {"content": "<s>"}, "chat_template": "{{ messages }}"}
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(given))
+    ours = load(spec)
+    config = small("plain", model={"vocab_size": ours.vocab_size}, data={"tokenizer": spec})
+    run = run_of(config, random_params(config), tmp_path / "run")
+    folder = export.export(run, tmp_path / "out")
+    written = json.loads((folder / "tokenizer_config.json").read_text("utf-8"))
+    vocabulary = Library.from_file(str(folder / "tokenizer.json")).get_vocab()
+    assert vocabulary[written["bos_token"]] == ours.bos_id and vocabulary[written["eos_token"]] == ours.eos_id
+    assert vocabulary.get(written.get("unk_token"), -1) == ours.unknown_id
+    assert written.get("chat_template") == ("{{ messages }}" if kind == "beside" else None)
+    again = load(str(folder / "tokenizer.json"))
+    assert (again.bos_id, again.eos_id, again.vocab_size) == (ours.bos_id, ours.eos_id, ours.vocab_size)
 
 
 def test_a_plain_run_is_written_in_the_names_of_its_family(tmp_path: Path) -> None:

@@ -239,8 +239,8 @@ def test_progress_off_a_terminal() -> None:
     assert lines == [
         "mhc  step 10/30  loss 3.0000  12,346 tokens/s  40s left",
         "mhc  step 15/30  loss 3.0000  val 3.2100 bits/byte  12,346 tokens/s  30s left",
-        "mhc  step 20/30  loss 3.0000  val 3.2100 bits/byte  12,346 tokens/s  20s left",
-        "mhc  step 30/30  loss 3.0000  val 3.2100 bits/byte  12,346 tokens/s",
+        "mhc  step 20/30  loss 3.0000  val 3.2100 bits/byte at step 15  12,346 tokens/s  20s left",
+        "mhc  step 30/30  loss 3.0000  val 3.2100 bits/byte at step 15  12,346 tokens/s",
     ]
 
 

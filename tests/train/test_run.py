@@ -116,7 +116,7 @@ def test_the_restored_model_has_the_saved_loss(reference):
     trainer = runs.Trainer(stored, make_mesh(stored.mesh, jax.devices()[:1]))
     parts = [
         jax.device_get(trainer.validate(state.params, put_batch(batch, trainer.mesh)))
-        for batch in pipeline.validation_batches(stored.data, load("bytes"), batch_size=8, batches=2)
+        for batch in pipeline.validation_batches(stored.data, load("bytes"), batch_size=8, count=16, spread=True)
     ]
     assert len(parts) == 2
     total = {name: sum(float(part[name]) for part in parts) for name in parts[0]}
