@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from mhc.errors import UserError
-from mhc.interop.safetensors import FLOATS, SafetensorsFile, listed
+from mhc.interop.safetensors import SafetensorsFile, listed
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
@@ -58,10 +58,11 @@ def _runs(process: int) -> bool:
 class HfFolder(Mapping[str, np.ndarray]):
     """The tensors of a folder by name, each read when it is asked for, float32; ``config`` is its config.json.
 
-    Every file's header is read and checked when the folder is opened, no tensor is.
+    Every file's header is read and checked when the folder is opened, no tensor is. What a tensor is stored as is asked
+    of those alone that are wanted (``check_dtype``, and reading one): a folder may hold others.
 
     Raises:
-      UserError: no such folder, config or shard, a damaged file, or a tensor that is no float of 16 or 32 bits.
+      UserError: no such folder, config or shard, or a damaged file.
     """
 
     def __init__(self, folder: str | Path):
@@ -71,11 +72,9 @@ class HfFolder(Mapping[str, np.ndarray]):
         self.config = _json(self.path / "config.json")
         self._files: dict[str, SafetensorsFile] = {}
         for file in self._shards():
-            for name, entry in file.entries.items():
+            for name in file.entries:
                 if name in self._files:
                     raise UserError(f"{file.path}: {name} is also in {self._files[name].path.name}")
-                if entry.dtype not in FLOATS:
-                    raise UserError(f"{file.path}: {name} is {entry.dtype}, allowed: {', '.join(FLOATS)}")
                 self._files[name] = file
 
     def _shards(self) -> list[SafetensorsFile]:
@@ -106,6 +105,10 @@ class HfFolder(Mapping[str, np.ndarray]):
         """Of a tensor, without reading it."""
         return self._files[name].entries[name].shape
 
+    def check_dtype(self, name: str) -> None:
+        """Raises UserError where a tensor is no float of 16 or 32 bits."""
+        self._files[name].check_dtype(name)
+
     def __getitem__(self, name: str) -> np.ndarray:
         return self._files[name].read(name)
 
@@ -123,6 +126,8 @@ def _json(path: Path) -> dict[str, Any]:
         raise UserError(f"{path}: cannot be read: {error.strerror}") from None
     except ValueError as error:
         raise UserError(f"{path}: not JSON: {error}") from None
+    except RecursionError:
+        raise UserError(f"{path}: not JSON that can be read: it is nested too deeply") from None
     if not isinstance(found, dict):
         raise UserError(f"{path}: not a JSON object")
     return found

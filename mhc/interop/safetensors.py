@@ -50,7 +50,7 @@ class SafetensorsFile:
                 header = json.loads(file.read(length))
         except OSError as error:
             raise UserError(f"{path}: cannot be read: {error.strerror}") from None
-        except ValueError:
+        except (ValueError, RecursionError):
             raise UserError(f"{path}: not a safetensors file: its header is no JSON") from None
         self._start, held = 8 + length, size - 8 - length
         if not isinstance(header, dict):
@@ -80,15 +80,19 @@ class SafetensorsFile:
             what = "truncated" if held < at else "longer than its header says"
             raise UserError(f"{self.path}: {what}: the header names {at} bytes of tensors, the file holds {held}")
 
+    def check_dtype(self, name: str) -> None:
+        """Raises UserError where the dtype of a tensor is not one of FLOATS."""
+        if self.entries[name].dtype not in FLOATS:
+            raise UserError(f"{self.path}: {name} is {self.entries[name].dtype}, allowed: {', '.join(FLOATS)}")
+
     def read(self, name: str) -> np.ndarray:
         """One tensor as float32, C order.
 
         Raises:
           UserError: its dtype is not one of FLOATS.
         """
+        self.check_dtype(name)
         entry = self.entries[name]
-        if entry.dtype not in FLOATS:
-            raise UserError(f"{self.path}: {name} is {entry.dtype}, allowed: {', '.join(FLOATS)}")
         with self.path.open("rb", buffering=0) as file:
             file.seek(self._start + entry.begin)
             raw, got = np.empty(entry.end - entry.begin, np.uint8), 0

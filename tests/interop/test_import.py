@@ -13,8 +13,9 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
-from mhc import cli
+from mhc import cli, interop
 from mhc.data import tokenizers
 from mhc.errors import UserError
 from mhc.interop import export, import_hf
@@ -22,7 +23,7 @@ from mhc.interop.tensors import Layout
 from mhc.train.checkpoint import committed_steps, load_run
 from tests import small_runs
 from tests.interop.models import GOLDEN, random_config, random_weights, write_folder
-from tests.small import relative_error
+from tests.small import assert_identical, relative_error
 from tests.small_runs import write_corpus
 
 LLAMA = GOLDEN / "hf_published" / "llama"
@@ -183,6 +184,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
     "json": (lambda folder: (folder / "config.json").write_text("{"), "config.json: not JSON"),  # type: ignore[dict-item]
     "list": (lambda folder: (folder / "config.json").write_text("[]"), "not a JSON object"),  # type: ignore[dict-item]
     "config": (lambda folder: (folder / "config.json").unlink(), "config.json: cannot be read: No such file"),
+    "deep": (lambda folder: (folder / "config.json").write_text("[" * 100_000), "nested too deeply"),  # type: ignore[dict-item]
     "tokenizer": (lambda folder: (folder / "tokenizer.json").write_text("{}"), "is not a tokenizer.json"),  # type: ignore[dict-item]
 }
 
@@ -197,6 +199,58 @@ def test_a_damaged_folder_is_one_line_and_nothing_is_written(damage: str, progra
     assert words in said
     assert said.startswith("error: ") and said.count("\n") == 1
     assert not (tmp_path / "runs").exists()
+
+
+def add_tensors(folder: Path, added: dict[str, tuple[str, list[int], int]]) -> None:
+    """Put tensors {name: (dtype, shape, bytes)}, all zero, behind those of model.safetensors."""
+    path = folder / "model.safetensors"
+    content = path.read_bytes()
+    start = 8 + int.from_bytes(content[:8], "little")
+    header, data = json.loads(content[8:start]), content[start:]
+    for name, (dtype, shape, size) in added.items():
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [len(data), len(data) + size]}
+        data += bytes(size)
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + data)
+
+
+@pytest.mark.parametrize("dtype", ["BOOL", "U8", "I64", "F64", "F8_E4M3", "F8_E4M3FNUZ", "F4"])
+def test_what_is_left_out_may_have_any_dtype(dtype: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    size = 8 if dtype in ("F64", "I64") else 1
+    llama = tiny_llama(tmp_path / "llama")
+    layers = json.loads((llama / "config.json").read_text())["num_hidden_layers"]
+    buffers = {f"model.layers.{i}.self_attn.rotary_emb.inv_freq": (dtype, [2], 2 * size) for i in range(layers)}
+    buffers |= {"model.rotary_emb.cos_cached": (dtype, [1, 1], size)}
+    gpt2 = random_config("gpt2", 3)
+    folder = write_folder(tmp_path / "gpt2", gpt2, random_weights(gpt2, Layout("gpt2", bare=True), 0))
+    further = random_config("deepseek_v3", 3) | {"num_nextn_predict_layers": 1}
+    behind = f"model.layers.{further['num_hidden_layers']}"
+    write_folder(tmp_path / "deepseek", further, random_weights(further, Layout("deepseek_v3"), 0))
+    for where, added in (
+        (llama, buffers),
+        (folder, {"h.0.attn.bias": (dtype, [1, 1, 1, 1], size), "h.0.attn.masked_bias": (dtype, [], size)}),
+        (
+            tmp_path / "deepseek",
+            {f"{behind}.eh_proj.weight": (dtype, [1], size), f"{behind}.eh_proj.weight_scale_inv": ("F32", [1], 4)},
+        ),
+    ):
+        before = interop.load_hf(where)
+        caplog.clear()
+        add_tensors(where, added)
+        assert_identical(nnx.to_pure_dict(nnx.state(interop.load_hf(where))), nnx.to_pure_dict(nnx.state(before)))
+        (warning,) = [record.getMessage() for record in caplog.records]
+        assert all(name in warning for name in added)
+
+
+def test_a_weight_of_another_dtype_is_named_and_so_is_a_tensor_too_many(tmp_path: Path) -> None:
+    folder = tiny_llama(tmp_path / "hf")
+    add_tensors(folder, {"model.extra.weight": ("F8_E4M3", [1], 1)})
+    with pytest.raises(UserError, match=r"1 not of this model: model\.extra\.weight"):
+        interop.load_hf(folder)
+    content = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(content.replace(b'"F32"', b'"U32"', 1))
+    with pytest.raises(UserError, match=r"model\.safetensors: .* is U32, allowed: F32, F16, BF16"):
+        interop.load_hf(folder)
 
 
 def test_a_tensor_too_many_in_two_shards(tmp_path: Path) -> None:
