@@ -56,7 +56,7 @@ def layout(family: Family, raw: Mapping[str, object], names: Iterable[str]) -> L
         family.name,
         bare=family.embedding in known and family.prefix + family.embedding not in known,
         fused=any(name.endswith(".mlp.experts.gate_up_proj") for name in known),
-        interleaved=raw.get("rope_interleave") is not False,
+        interleaved=raw.get("rope_interleave", True) is True,  # null is false
         head="lm_head.weight" in known,
     )
 
