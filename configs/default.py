@@ -126,6 +126,7 @@ def get_config() -> ConfigDict:
     data.holdout = 0.05  # share of files (one file: of its documents) held out by hash where no split exists
     data.token_dtype = "uint16"  # tokens: dtype of .bin files: uint8 | uint16 | uint32 | int32 | int64
     data.end_token = placeholder(int)  # tokens: id that ends a document; None: a file is one document
+    data.stop_tokens = ()  # ids that end a generated text, beside the tokeniser's eos; an import sets them
     data.prefetch = 2  # batches that a thread prepares ahead; 0: none
     data.workers = 0  # processes that read and tokenise; 0: the thread that prepares batches does
 

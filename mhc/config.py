@@ -148,7 +148,8 @@ def _type_words(hint: Any, rule: _Rule) -> str:
         words = f"one of {', '.join(rule.allowed())}"
     else:
         article = {int: "an int", float: "a float", bool: "True or False", str: "a string"}
-        words = f"{article.get(base, 'a tuple of floats')} {rule.bounds()}".rstrip()
+        several = "a tuple of ints" if typing.get_args(base)[:1] == (int,) else "a tuple of floats"
+        words = f"{article.get(base, several)} {rule.bounds()}".rstrip()
     return words + (" or None" if type(None) in options else "")
 
 
@@ -169,7 +170,7 @@ def _check(group: type[_Group], field: dataclasses.Field[Any], hint: Any, value:
     if typing.get_origin(base) is tuple:
         if not isinstance(value, (tuple, list)):
             _refuse(name, value, allowed)
-        return tuple(_number(float, rule, item, name, allowed) for item in value)
+        return tuple(_number(typing.get_args(base)[0], rule, item, name, allowed) for item in value)
     if not isinstance(value, base):
         _refuse(name, value, allowed)
     if rule.choices and value not in rule.allowed():
@@ -422,6 +423,7 @@ class DataConfig(_Group, group="data"):
         "uint16", "tokens: dtype of .bin files", choices=("uint8", "uint16", "uint32", "int32", "int64")
     )
     end_token: int | None = _field(None, "tokens: id that ends a document; None: a file is one document", low=0)
+    stop_tokens: tuple[int, ...] = _field((), "ids that end a generated text, beside the tokeniser's eos", low=0)
     prefetch: int = _field(2, "batches that a thread prepares ahead; 0: none", low=0)
     workers: int = _field(0, "processes that read and tokenise; 0: the thread that prepares batches does", low=0)
 

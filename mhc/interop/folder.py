@@ -16,6 +16,7 @@ from mhc.errors import UserError
 from mhc.interop.safetensors import SafetensorsFile, listed
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+GENERATION = "generation_config.json"
 
 
 @contextlib.contextmanager
@@ -69,7 +70,7 @@ class HfFolder(Mapping[str, np.ndarray]):
         self.path = Path(folder)
         if not self.path.is_dir():
             raise UserError(f"{folder}: no such folder" if not self.path.exists() else f"{folder}: not a folder")
-        self.config = _json(self.path / "config.json")
+        self.config = read_object(self.path / "config.json")
         self._files: dict[str, SafetensorsFile] = {}
         for file in self._shards():
             for name in file.entries:
@@ -86,7 +87,7 @@ class HfFolder(Mapping[str, np.ndarray]):
             other = sorted(entry.name for entry in self.path.glob("*.bin"))
             hint = f"; there is {listed(found or other, 3)}" if found or other else ""
             raise UserError(f"{self.path}: neither {SINGLE} nor {INDEX}{hint}")
-        where = _json(index).get("weight_map")
+        where = read_object(index).get("weight_map")
         if not isinstance(where, dict) or not all(isinstance(file, str) for file in where.values()):
             raise UserError(f"{index}: weight_map is missing or no mapping of tensors to files")
         names = sorted(set(where.values()))
@@ -119,7 +120,8 @@ class HfFolder(Mapping[str, np.ndarray]):
         return len(self._files)
 
 
-def _json(path: Path) -> dict[str, Any]:
+def read_object(path: Path) -> dict[str, Any]:
+    """The JSON object in a file. Raises UserError where it cannot be read, or holds something else."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:

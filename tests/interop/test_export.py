@@ -163,6 +163,7 @@ def test_an_exported_mhc_run_stands_alone(run: Path, tmp_path: Path) -> None:
     assert sorted(path.name for path in folder.iterdir()) == [
         "README.md",
         "config.json",
+        "generation_config.json",
         "model.py",
         "model.safetensors",
         "tokenizer.json",

@@ -118,6 +118,50 @@ def test_begin_and_end_are_the_models(tmp_path: Path) -> None:
     assert (made.bos_id, made.eos_id, made.vocab_size) == (7, 9, 258)
 
 
+def test_every_end_of_a_text_is_kept_and_written_back(tmp_path: Path) -> None:
+    """Of config.json, generation_config.json and tokenizer_config.json; an id that no token has is left out."""
+    folder = tiny_llama(tmp_path / "hf")
+    described = json.loads((folder / "config.json").read_text())
+    for number, (config, generation, named, ends) in enumerate(
+        [
+            ([9, 11], None, None, (9, 11)),
+            (9, [12, 11, 9], None, (9, 12, 11)),
+            (None, 13, None, (13,)),
+            (None, None, "</s>", (257,)),
+            ([9, 999], [-1], {"content": "</s>"}, (9, 257)),
+            (None, None, None, ()),
+        ]
+    ):
+        (folder / "config.json").write_text(json.dumps(described | {"eos_token_id": config}))
+        (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": generation, "top_p": 0.9}))
+        (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": named}))
+        run = import_hf.import_hf(folder, tmp_path / f"x{number}")
+        loaded = load_run(run).config
+        assert loaded.data.stop_tokens == ends
+        eos = tokenizers.load(loaded.data.tokenizer).eos_id
+        assert eos in ends or not ends
+        out = export.export(run, tmp_path / f"out{number}")
+        for name in ("config.json", "generation_config.json"):
+            written = json.loads((out / name).read_text())["eos_token_id"]
+            assert written == eos if len(ends) < 2 else (written[0], set(written)) == (eos, set(ends))
+        again = load_run(import_hf.import_hf(out, tmp_path / f"again{number}")).config
+        assert set(again.data.stop_tokens) == set(ends or (eos,))
+        assert tokenizers.load(again.data.tokenizer).eos_id == eos
+
+
+def test_an_end_that_is_no_id_is_refused(program: Program, tmp_path: Path) -> None:
+    folder = tiny_llama(tmp_path / "hf")
+    for content, words in (
+        ('{"eos_token_id": ["</s>"]}', "generation_config.json: eos_token_id: given ['</s>'], allowed: an id"),
+        ('{"eos_token_id": true}', "eos_token_id: given True"),
+        ("{", "generation_config.json: not JSON"),
+    ):
+        (folder / "generation_config.json").write_text(content)
+        code, said = program(folder, "--workdir", tmp_path / "x")
+        assert code == 2 and words in said and said.count("\n") == 1
+    assert not (tmp_path / "x").exists()
+
+
 def test_what_a_killed_import_left_is_swept(program: Program, tmp_path: Path) -> None:
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait()
