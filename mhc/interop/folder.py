@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from mhc import room
 from mhc.errors import UserError
 from mhc.interop.safetensors import SafetensorsFile, listed
 
@@ -26,7 +27,7 @@ def written_whole(target: Path) -> Iterator[Path]:
     What a killed process left of an earlier attempt is removed.
 
     Raises:
-      UserError: the folder cannot be made.
+      UserError: the folder cannot be made; NoRoom where the disk is full.
     """
     for left in target.parent.glob(f".{target.name}.*") if target.parent.is_dir() else ():
         number = left.name.rpartition(".")[2]
@@ -36,9 +37,10 @@ def written_whole(target: Path) -> Iterator[Path]:
     try:
         made.mkdir(parents=True)
     except OSError as error:
-        raise UserError(f"{target}: the folder cannot be made: {error.strerror}") from None
+        raise room.kind(error)(f"{target}: the folder cannot be made: {error.strerror}") from None
     try:
-        yield made
+        with room.writing(target):
+            yield made
         if target.exists():
             target.rmdir()
         made.rename(target)

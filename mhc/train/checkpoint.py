@@ -17,7 +17,7 @@ import jax
 import orbax.checkpoint as ocp
 
 from mhc import config as configs
-from mhc import remote
+from mhc import remote, room
 from mhc.config import CheckpointConfig, Config
 from mhc.errors import UserError
 from mhc.model.decoder import Decoder, DecoderDefinition, Params
@@ -27,15 +27,24 @@ from mhc.train.step import TrainState
 FOLDER = "checkpoints"
 ITEMS = ("state", "host", "config")
 
+
+def _no_full_disk(record: logging.LogRecord) -> bool:
+    """A full disk is said in one line, by whoever waits for the save, and not in each of orbax's threads."""
+    error = record.exc_info[1] if record.exc_info else None
+    return room.why_full(error or Exception(record.getMessage())) is None
+
+
 # Orbax reports every save at INFO and its own housekeeping as warnings; neither is the user's business.
 logging.getLogger("absl").setLevel(logging.ERROR)
+logging.getLogger("absl").addFilter(_no_full_disk)
 
 
 class Checkpoints:
     """The checkpoints of a run folder.
 
     A checkpoint of step s holds the state after s updates, the host's side as JSON (data position, cumulative counts)
-    and the resolved config. Saves are asynchronous; ``wait`` returns when the last one is committed.
+    and the resolved config. Saves are asynchronous; ``wait`` returns when the last one is committed. Where the disk is
+    full, ``save``, ``wait`` and ``close`` raise NoRoom, of this save or of the one before.
     """
 
     def __init__(self, workdir: Folder, policy: CheckpointConfig, *, read_only: bool = False):
@@ -49,6 +58,9 @@ class Checkpoints:
             read_only=read_only,
         )
         self._workdir = workdir
+        self._saving: int | None = None  # the step of the last save that was begun
+        self._quiet = contextlib.ExitStack()  # saves go on in other threads
+        self._quiet.enter_context(_without_late_ones())
         self._manager = ocp.CheckpointManager(_folder(workdir), item_names=ITEMS, options=options)
 
     def latest(self) -> int | None:
@@ -58,6 +70,25 @@ class Checkpoints:
     def steps(self) -> list[int]:
         """Committed steps, ascending."""
         return sorted(self._manager.all_steps())
+
+    @contextlib.contextmanager
+    def _room(self) -> Iterator[None]:
+        """Raises NoRoom, which names the last good checkpoint, where the disk is full."""
+        try:
+            yield
+        except Exception as error:
+            if room.why_full(error) is None or isinstance(error, room.NoRoom):
+                raise
+            _await_late_ones(error)
+            place = str(self._workdir)
+            with room.writing(f"{place}: checkpoint {self._saving}", place, self.left(self._saving)):
+                raise
+
+    def left(self, failed: int | None = None) -> str:
+        """Return where a run goes on that has to end now, in words; ``failed``: a step whose save did not succeed."""
+        steps = [step for step in committed_steps(self._workdir) if step != failed]
+        last = f"the last good checkpoint is {steps[-1]}" if steps else "there is no good checkpoint"
+        return f"{last}; with room again the same command goes on from there"
 
     def drop_after(self, step: int) -> None:
         """Delete the checkpoints of later steps: a rewound run takes them again."""
@@ -72,7 +103,10 @@ class Checkpoints:
             host=ocp.args.JsonSave(host),
             config=ocp.args.JsonSave(configs.to_dict(config)),
         )
-        self._manager.save(step, args=args, force=True)
+        with self._room():
+            self._manager.wait_until_finished()  # the last one, whose failure is its own
+            self._saving = step
+            self._manager.save(step, args=args, force=True)
 
     def restore(self, step: int, abstract: TrainState, layout: TrainState) -> tuple[TrainState, dict[str, Any]]:
         """(state in its layout, host) of a step.
@@ -98,11 +132,14 @@ class Checkpoints:
 
     def wait(self) -> None:
         """Until every save begun is committed."""
-        self._manager.wait_until_finished()
+        with self._room():
+            self._manager.wait_until_finished()
 
     def close(self) -> None:
-        self._manager.wait_until_finished()
-        self._manager.close()
+        """Wait, and let go of the folder."""
+        with self._quiet, self._room():
+            self._manager.wait_until_finished()
+            self._manager.close()
 
 
 class LoadedRun(NamedTuple):
@@ -134,11 +171,11 @@ _DAMAGE = ("OUT_OF_RANGE", "DATA_LOSS", "NOT_FOUND", "Error opening", "Error rea
 
 
 @contextlib.contextmanager
-def _without_late_reads() -> Iterator[None]:
-    """Says nothing of reads that orbax leaves behind.
+def _without_late_ones() -> Iterator[None]:
+    """Say nothing of reads and writes that orbax leaves behind.
 
-    It closes its event loop at the first array that fails. The reads of others then end in a closed loop, or when they
-    are collected as garbage, each with a traceback of its own, at once or later: they are waited for.
+    It closes its event loop at the first array that fails. What it does to others then ends in a closed loop, or when
+    it is collected as garbage, each time with a traceback of its own, at once or later: see `_await_late_ones`.
     """
     shown, said = sys.unraisablehook, logging.getLogger("asyncio")
 
@@ -155,25 +192,32 @@ def _without_late_reads() -> Iterator[None]:
     said.addFilter(unheard)
     try:
         yield
-    except Exception as error:
-        time.sleep(0.3)
-        chain: BaseException | None = error
-        while chain is not None:  # its frames hold the reads
-            traceback.clear_frames(chain.__traceback__)
-            chain = chain.__cause__ or chain.__context__
-        gc.collect()
-        raise
     finally:
-        sys.unraisablehook = shown
+        if sys.unraisablehook is hook:
+            sys.unraisablehook = shown
         said.removeFilter(unheard)
+
+
+def _await_late_ones(error: Exception) -> None:
+    """Wait until what orbax left behind when this error ended it has ended too."""
+    time.sleep(0.3)
+    chain: BaseException | None = error
+    while chain is not None:  # its frames hold them
+        traceback.clear_frames(chain.__traceback__)
+        chain = chain.__cause__ or chain.__context__
+    gc.collect()
 
 
 @contextlib.contextmanager
 def _reading(run: Folder, step: int) -> Iterator[None]:
     """Turns the errors of a damaged checkpoint into a line that names the others. Raises UserError."""
     try:
-        with _without_late_reads():
-            yield
+        with _without_late_ones():
+            try:
+                yield
+            except Exception as error:
+                _await_late_ones(error)
+                raise
     except UserError:
         raise
     except Exception as error:  # of orbax, tensorstore, json: each has its own, orbax also bare ones

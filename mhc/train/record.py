@@ -117,7 +117,15 @@ class Record:
         for record in read_jsonl(self.workdir / "probes.jsonl"):
             self._watch.update(record)
 
+    def flush(self, then: str = "") -> None:
+        """See to it that every line so far is in its file. Raises NoRoom where there is no room for them; ``then`` ends
+        its message."""
+        for writer in (self._metrics, self._probes, self._events):
+            if isinstance(writer, JsonlWriter):
+                writer.flush(then)
+
     def close(self) -> None:
+        """Close the files; `flush` first where no line may be lost."""
         for writer in (self._metrics, self._probes, self._events, *self._extra):
             writer.close()
 

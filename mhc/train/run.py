@@ -17,7 +17,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from mhc import config as configs
-from mhc import distributed, provenance, remote
+from mhc import distributed, provenance, remote, streams
 from mhc.config import Config, shares
 from mhc.data import pipeline, tokenizers
 from mhc.data.places import may_match
@@ -218,7 +218,7 @@ class Run:
             with distributed.together():
                 closing.enter_context(self.home.held(writes=self.primary))
             train, monitor = self.config.train, self.config.monitor
-            self.stderr = sys.stderr
+            self.stderr = streams.unfailing(sys.stderr)
             stream = None if self.primary else closing.enter_context(open(os.devnull, "w"))  # one process speaks
             self.progress = Progress(train.steps, every=monitor.progress_every, label=self.place.name, stream=stream)
             closing.callback(self.progress.close)
@@ -495,6 +495,7 @@ class Run:
             }
             with distributed.together():
                 if self.primary:  # a checkpoint is never ahead of the lines up to its step
+                    self.record.flush(self.checkpoints.left())
                     self.home.push()
             self.checkpoints.save(self.step, self.state, host, self.config)
         self.last_time = time.perf_counter()
@@ -538,7 +539,8 @@ class Run:
         if self.primary:
             what = {"phase": stall.doing.phase, "compiling": stall.doing.compiling, "seconds": stall.seconds}
             line = {"step": self.step, "event": event, "time": time.time(), **what}
-            append_jsonl(self.home.files / "events.jsonl", line)
+            with contextlib.suppress(OSError):  # no room; the lines on stderr say it too
+                append_jsonl(self.home.files / "events.jsonl", line)
 
     # --------------------------------------------------------------------------------------------------------- actions
 
@@ -605,6 +607,8 @@ class Run:
             self.checkpoints.wait()
         old = [step for step in self.checkpoints.steps() if step <= alarm.step - guard.rewind_steps]
         target = max(old, default=None)
+        with distributed.together():
+            self.record.flush(self.checkpoints.left())
         self.checkpoints.drop_after(target or 0)
         self.record.close()
         with self.phases("rewind"):
@@ -658,6 +662,7 @@ class Run:
         """Write the summary, once every checkpoint is committed."""
         with self.phases("checkpoint"):
             self.checkpoints.wait()
+        self.record.flush(self.checkpoints.left())
         finished = self.step >= self.config.train.steps
         reason = "halted" if self.halted else "finished" if finished else "stopped"
         if reason == "stopped":
