@@ -30,6 +30,8 @@ from mhc.errors import UserError, did_you_mean
 
 GRID = "grid.json"  # what makes a folder a grid's
 
+_targets: list[str] = []  # what the program in hand is to write
+
 
 class Parser(argparse.ArgumentParser):
     """argparse without abbreviations, whose complaints are UserErrors."""
@@ -67,6 +69,7 @@ def run_main(main: Callable[[Sequence[str]], int], arguments: Sequence[str] | No
         main: takes the command-line arguments without the program's name, gives the exit code.
         arguments: None: ``sys.argv[1:]``.
     """
+    _targets.clear()
     try:
         with streams.guarded() as result:
             code = _code(main, sys.argv[1:] if arguments is None else arguments, result)
@@ -89,7 +92,7 @@ def _code(main: Callable[[Sequence[str]], int], arguments: Sequence[str], result
         print("interrupted", file=sys.stderr)
         _leave(128 + (signal.SIGTERM if isinstance(interrupt, _Terminated) else signal.SIGINT))
     except Exception as error:
-        line = room.line_of(error)
+        line = room.line_of(error, _targets)
         if line is None:
             raise
         return _failed(line, room.NO_ROOM)
@@ -160,7 +163,7 @@ def own_names(fields: Sequence[str]) -> Iterator[None]:
         yield
     except UserError as error:
         said = re.sub(rf"(?<![\w/.-])data\.({'|'.join(fields)})\b", r"--\1", str(error))
-        raise UserError(re.sub(r" or ((?! or ).)* data\.\w+$", "", said)) from None
+        raise type(error)(re.sub(r" or ((?! or ).)* data\.\w+$", "", said)) from None
 
 
 def load_config(path: str, arguments: Sequence[str], parser: Parser) -> Config:
@@ -262,8 +265,14 @@ def check_writable(folder: str, option: str = "--workdir") -> Path:
         raise UserError(f"{option} {folder}: {parent} is a file, allowed: a folder that can be written")
     if not os.access(parent, os.W_OK | os.X_OK):
         raise UserError(f"{option} {folder}: {_why_not(parent)} {parent}")
-    streams.patient()
+    _to_be_written(path)
     return path
+
+
+def _to_be_written(path: Path) -> None:
+    """Remember what the program writes, and have it write that whether or not anybody reads its stdout."""
+    _targets.append(str(path))
+    streams.patient()
 
 
 def _why_not(folder: Path) -> str:
@@ -286,7 +295,7 @@ def check_file(file: str, option: str) -> Path:
         raise UserError(f"{option}: cannot write {file}: {_why_not(path.parent)} {path.parent}")
     if path.exists() and not os.access(path, os.W_OK):
         raise UserError(f"{option}: cannot write {file}: no permission to write it")
-    streams.patient()
+    _to_be_written(path)
     return path
 
 

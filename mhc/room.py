@@ -7,7 +7,7 @@ import errno
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -85,13 +85,18 @@ def _line(what: Any, why: str, place: str | os.PathLike[str], then: str) -> str:
     return f"{what}: cannot be written: {why}" + "".join(f"; {part}" for part in (left, then) if part)
 
 
-def line_of(error: BaseException) -> str | None:
-    """Return the line for an error that nobody turned into one, None where a full disk is not what it says."""
+def line_of(error: BaseException, targets: Sequence[str] = ()) -> str | None:
+    """Return the line for an error that nobody turned into one, None where a full disk is not what it says.
+
+    ``targets``: what the program was to write, for an error that names no file.
+    """
     why = why_full(error)
     if why is None:
         return None
     named = [seen.filename for seen in _chain(error) if isinstance(seen, OSError) and isinstance(seen.filename, str)]
-    return _line(named[0], why, named[0], "") if named else f"not all could be written: {why}"
+    if named or targets:
+        return _line(named[0] if named else " or ".join(targets), why, (named or targets)[0], "")
+    return f"not all could be written: {why}"
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:

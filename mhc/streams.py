@@ -133,9 +133,14 @@ def unfailing(stream: TextIO | None) -> Any:
 
 def say(line: str) -> None:
     """Write a line to stdout at once; where that cannot be, go on without it."""
-    with contextlib.suppress(OSError, ValueError, AttributeError, ClosedPipe):
-        sys.stdout.write(line + "\n")
-        sys.stdout.flush()
+    stream = sys.stdout._stream if isinstance(sys.stdout, Result) else sys.stdout
+    if stream is None:
+        return
+    try:
+        stream.write(line + "\n")
+        stream.flush()
+    except (OSError, ValueError):
+        drop(stream)
 
 
 @contextlib.contextmanager

@@ -76,9 +76,10 @@ def test_what_is_said_beside_the_result_fails_nothing(broken: TextIO | None) -> 
 
 def test_a_line_of_a_grid_fails_nothing(broken: TextIO | None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdout", broken)
-    streams.say("a line")
-    with streams.guarded():
+    with streams.guarded() as result:
         streams.say("a line")
+        result.end()
+    streams.say("a line")
 
 
 def test_training_goes_on_without_its_lines(
@@ -226,6 +227,23 @@ def test_a_full_disk_is_one_line_wherever_it_shows(
         code, line = ended(error, capsys)
         assert code == room.NO_ROOM and said in line and line.count("\n") == 1
     assert ended(UserError(words), capsys)[0] == 2
+
+
+def test_what_a_program_was_to_write_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def main(arguments: Any) -> int:
+        with cli.own_names(["source"]):
+            cli.check_file(f"{tmp_path}/x.json", "--json")
+            cli.check_writable(f"{tmp_path}/report", "--out")
+            raise OSError(errno.ENOSPC, "full")
+
+    with pytest.raises(SystemExit):
+        cli.run_main(main, [])
+    said = capsys.readouterr().err
+    assert said.startswith(
+        f"error: {tmp_path}/x.json or {tmp_path}/report: cannot be written: No space left on device; "
+    )
+    with pytest.raises(room.NoRoom, match="--source: full"), cli.own_names(["source"]):
+        raise room.NoRoom("data.source: full")
 
 
 def test_numpy_s_words_for_a_full_disk(capsys: pytest.CaptureFixture[str]) -> None:

@@ -34,7 +34,9 @@ from eval.topologies import paired, topologies
 from mhc.config import DataConfig
 from mhc.errors import UserError
 from mhc.monitor.writers import JsonlWriter, read_json, read_jsonl, write_json
+from mhc.room import NoRoom
 from tests.eval.synthetic_runs import GAINS, config, crossed, demo, grid, probe, rewound, spike, write_run
+from tests.small_runs import small_disk
 
 OLD_FIGURES = {
     *("loss", "validation", "loss_gap", "grad_norm", "seeds", "cost"),
@@ -576,7 +578,15 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureF
     write_run(tmp_path / "hc", config("hc", steps=8, layers=1))
     (tmp_path / "file").write_text("")
     assert main([str(tmp_path), "--no_recompute", "--out", str(tmp_path / "file" / "below")]) == 2
-    assert "cannot be written" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "cannot be written" in said and "give --out" not in said
+
+
+def test_a_full_disk_is_no_reason_to_give_another_out(tmp_path: Path, quick: None) -> None:
+    write_run(tmp_path / "hc", config("hc", steps=8, layers=1))
+    with small_disk(50), pytest.raises(NoRoom, match=r"cannot be written: File too large; .* free in") as raised:
+        main([str(tmp_path), "--no_recompute", "--out", str(tmp_path / "report")])
+    assert "--out" not in str(raised.value)
 
 
 def test_the_config_of_the_data_reaches_the_baselines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,11 +20,12 @@ from mhc.data import tokenizers
 from mhc.errors import UserError
 from mhc.interop import export, import_hf
 from mhc.interop.tensors import Layout
+from mhc.room import NoRoom
 from mhc.train.checkpoint import committed_steps, load_run
 from tests import small_runs
 from tests.interop.models import GOLDEN, random_config, random_weights, write_folder
 from tests.small import assert_identical, relative_error
-from tests.small_runs import write_corpus
+from tests.small_runs import small_disk, write_corpus
 
 LLAMA = GOLDEN / "hf_published" / "llama"
 ROOT = Path(__file__).parents[2]
@@ -177,6 +178,18 @@ def test_mistakes_that_only_writing_shows_are_one_line(program: Program, tmp_pat
     if Path("/proc").is_dir():
         code, said = program(LLAMA, "--workdir", "/proc/x")
         assert code == 2 and said.startswith("error: /proc/x: the folder cannot be made") and said.count("\n") == 1
+
+
+def test_a_full_disk_leaves_nothing_behind(tmp_path: Path) -> None:
+    """Where a run is imported to, and where it is exported to."""
+    folder = tiny_llama(tmp_path / "hf")
+    with small_disk(1000), pytest.raises(NoRoom, match=r"/runs/x: cannot be written: File too large; .* free in"):
+        import_hf.import_hf(folder, tmp_path / "runs" / "x")
+    assert not list((tmp_path / "runs").iterdir())
+    import_hf.import_hf(folder, tmp_path / "runs" / "x")
+    with small_disk(1000), pytest.raises(NoRoom, match=r"/out/x: cannot be written: File too large"):
+        export.export(tmp_path / "runs" / "x", tmp_path / "out" / "x")
+    assert not list((tmp_path / "out").iterdir())
 
 
 # Damaged folders ------------------------------------------------------------------------------------------------------
