@@ -172,7 +172,7 @@ def get_config() -> ConfigDict:
     monitor.probe_every = 50  # steps between probes of the maps' gains; 0: no probe
     monitor.probe_sequences = 4  # sequences of the fixed probe batch
     monitor.zscore_window = 128  # steps of history behind the rolling z-score
-    monitor.zscore_min_history = 64  # steps of history before the first z-score
+    monitor.zscore_min_history = placeholder(int)  # steps before the first z-score; None: 64, fewer under 256 steps
     monitor.zscore_threshold = 6.0  # z-score above which a step is called a spike
     monitor.tensorboard = True  # write TensorBoard event files beside metrics.jsonl
     monitor.wandb = "off"  # Weights & Biases: off | offline (files for `wandb sync`) | online; needs the extra [wandb]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
 import os
 import sys
@@ -157,7 +158,7 @@ class Run:
         self.place = self.home.place  # as the user named it
         self.faults, self.origin = faults, origin
         self.tokenizer: Tokenizer = tokenizers.load(config.data.tokenizer)
-        self.config = configs.resolve(config, self.tokenizer.vocab_size)
+        self.config = configs.resolve(self._kept(config), self.tokenizer.vocab_size)
         _check_apart(self.config, self.place)
         self.mesh: Mesh = make_mesh(self.config.mesh, None if devices is None else list(devices))
         train = self.config.train
@@ -197,6 +198,14 @@ class Run:
         self.log: train_log.TrainLog | None = None
         self.halted: str | None = None  # why, in a line
         self.left_out: dict[int, int] = {}  # batches left out after a rewind to a step
+
+    def _kept(self, config: Config) -> Config:
+        """The config with what a run that is there already keeps although it follows from what may change."""
+        stored = remote.read(self.place / "config.json")
+        if stored is None or config.monitor.zscore_min_history is not None:
+            return config
+        kept = configs.from_json(stored.decode()).zscore_min_history
+        return dataclasses.replace(config, monitor=dataclasses.replace(config.monitor, zscore_min_history=kept))
 
     def _check_stored(self) -> dict[str, tuple[Any, Any]]:
         """What of the stored config is another now, but how the processes find each other, which says nothing."""
@@ -280,6 +289,12 @@ class Run:
         self.record = self._make_record(-1 if latest is None else latest)
         closing.callback(lambda: self.record.close())
         self.opened = self.last_time = time.perf_counter()
+        least, usual = config.monitor.zscore_min_history, Config().zscore_min_history
+        if least is not None and least < usual and self.step < config.train.steps:
+            self.progress.note(
+                f"{place}: loss and gradient norm are judged from step {least + 1} on: of {config.train.steps} steps, "
+                f"{least} are the history before the first z-score (monitor.zscore_min_history)"
+            )
         if latest is not None and self.step < config.train.steps:
             self.record.event("resume", self.step, changes={name: list(pair) for name, pair in self.changes.items()})
             self.progress.note(f"{place}: resuming after step {self.step}")

@@ -317,6 +317,43 @@ def test_a_changed_config_is_refused_by_name_and_nothing_is_touched(change, name
     assert snapshot(finished) == before
 
 
+@pytest.mark.parametrize(
+    ("steps", "derived"), [(1, 16), (12, 16), (64, 16), (100, 25), (255, 63), (256, 64), (5000, 64)]
+)
+def test_a_short_run_judges_after_less_history(steps: int, derived: int, corpus: str) -> None:
+    assert resolved(config(corpus, train={"steps": steps})).monitor.zscore_min_history == derived
+    narrow = resolved(config(corpus, train={"steps": steps}, monitor={"zscore_window": 8}))
+    assert narrow.monitor.zscore_min_history == 8
+    told = config(corpus, train={"steps": steps}, monitor={"zscore_min_history": 5})
+    assert resolved(told).monitor.zscore_min_history == 5
+
+
+@pytest.mark.parametrize("stored", [16, 64])  # the latter: as runs had it whatever their length
+def test_a_run_keeps_the_history_that_it_began_with(stored: int, corpus: str, finished: Path) -> None:
+    written = read_json(finished / "config.json")
+    written["monitor"]["zscore_min_history"] = stored
+    (finished / "config.json").write_text(json.dumps(written))
+    made = runs.Run(config(corpus, train={"steps": 400}), finished, devices=jax.devices()[:1])
+    made.data.close()
+    assert made.config.monitor.zscore_min_history == stored
+    assert "monitor.zscore_min_history" not in made.changes and "train.steps" in made.changes
+    with pytest.raises(UserError, match=rf"monitor.zscore_min_history: stored {stored}, given 30"):
+        runs.Run(config(corpus, monitor={"zscore_min_history": 30}), finished, devices=jax.devices()[:1])
+
+
+def test_what_was_not_judged_is_not_said_to_be_calm(
+    finished: Path, corpus: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    summary = read_json(finished / "summary.json")
+    assert (summary["judged_steps"], summary["spikes"]) == (0, None)
+    assert summary["spike_score_loss"] is None and summary["spike_score_grad_norm"] is None
+    made = config(corpus, monitor={"zscore_min_history": 4})
+    assert run(made, tmp_path / "run") == 0
+    assert "loss and gradient norm are judged from step 5 on: of 12 steps, 4 are the history" in capsys.readouterr().err
+    summary = read_json(tmp_path / "run" / "summary.json")
+    assert summary["judged_steps"] == 8 and isinstance(summary["spikes"], int)
+
+
 def test_a_user_s_mistake_writes_nothing(corpus, tmp_path):
     folder = tmp_path / "run"
     for change in (
