@@ -41,6 +41,7 @@ Folder: TypeAlias = "Path | epath.Path"  # a local path, or one in a store with 
 FILES = (
     "config.json",
     "run.json",
+    "corpus.json",
     "metrics.jsonl",
     "probes.jsonl",
     "events.jsonl",

@@ -31,7 +31,7 @@ from mhc.monitor import probes, train_log
 from mhc.monitor.phases import STALLED, Phases, Stall, Watchdog, device_memory, dump_stacks
 from mhc.monitor.writers import Progress, WandbWriter, append_jsonl, duration, read_json, write_json
 from mhc.sharding import check_batch, local_rows, make_mesh, path_of, put_batch, threads_of_one_cpu
-from mhc.train import start
+from mhc.train import corpus, start
 from mhc.train.checkpoint import Checkpoints, committed_steps
 from mhc.train.optimizer import GROUPS, group_of
 from mhc.train.record import Alarm, Record, batch_hash, wall_seconds
@@ -286,6 +286,8 @@ class Run:
         self._note_start(latest or 0)
         self.fresh = latest is None
         self._restore(latest)
+        if self.primary:
+            corpus.keep(self.home, self.data.files())
         self.record = self._make_record(-1 if latest is None else latest)
         closing.callback(lambda: self.record.close())
         self.opened = self.last_time = time.perf_counter()
@@ -346,7 +348,13 @@ class Run:
         self.step, self.tokens, self.seconds_before = step, host["tokens"], max(self.seconds_before, host["seconds"])
         self.rewinds = max(self.rewinds, host["rewinds"])
         self.source_tokens = self._no_tokens() | host.get("source_tokens", {})
-        self.data.set_state(host["data"])
+        try:
+            self.data.set_state(host["data"])
+        except UserError as error:
+            changed = corpus.changes(corpus.stored(self.place), self.data.files())
+            if not changed or host["data"]["corpus"] == self.data_start["corpus"]:
+                raise
+            raise UserError(f"{error}; since the run was here last: {changed}") from None
 
     def _no_tokens(self) -> dict[str, int]:
         """By source of a mixture."""

@@ -27,7 +27,7 @@ from mhc.train.checkpoint import Checkpoints, committed_steps, load_run
 from mhc.train.record import Record
 from mhc.train.step import Trainer
 from tests.small import assert_identical
-from tests.small_runs import assert_equal_runs, config, final_state, lines, resolved, run, snapshot
+from tests.small_runs import assert_equal_runs, config, final_state, lines, resolved, run, snapshot, write_corpus
 
 pytestmark = pytest.mark.usefixtures("compiled_once")
 
@@ -315,6 +315,38 @@ def test_a_changed_config_is_refused_by_name_and_nothing_is_touched(change, name
         run(config(corpus, **change), finished)
     assert all(name in str(refused.value) for name in names)
     assert snapshot(finished) == before
+
+
+def test_a_corpus_that_changed_is_told_by_file(tmp_path: Path) -> None:
+    source, texts = write_corpus(tmp_path / "texts"), tmp_path / "texts"
+    assert run(config(source, "plain", train={"steps": 4}), tmp_path / "run") == 0
+    kept = (tmp_path / "run" / "corpus.json").read_bytes()
+    more = config(source, "plain", train={"steps": 6})
+    before = (texts / "03.txt").read_text()
+
+    def refused() -> str:
+        with pytest.raises(UserError, match=r"another corpus in data\.source") as raised:
+            run(more, tmp_path / "run")
+        assert (tmp_path / "run" / "corpus.json").read_bytes() == kept
+        return str(raised.value).rpartition("; since the run was here last: ")[2]
+
+    (texts / "03.txt").write_text(before + "x")
+    size = len(before.encode())
+    assert refused() == f"03.txt has {size + 1:,} bytes, it had {size:,}"
+    (texts / "04.txt").rename(texts / "041.txt")
+    assert refused() == f"03.txt has {size + 1:,} bytes, it had {size:,}, 04.txt is gone, 041.txt is new"
+    for number in range(10, 20):
+        (texts / f"{number}.txt").unlink()
+    assert refused().endswith(" and 8 more")
+    shutil.rmtree(texts)
+    write_corpus(texts)
+    assert run(more, tmp_path / "run") == 0
+    (tmp_path / "run" / "corpus.json").write_text("{")  # no help, and no harm
+    (texts / "03.txt").unlink()
+    with pytest.raises(
+        UserError, match=r"another corpus in data\.source \([^)]*\); restore what it was, or begin [^;]*$"
+    ):
+        run(config(source, "plain", train={"steps": 8}), tmp_path / "run")
 
 
 @pytest.mark.parametrize(
