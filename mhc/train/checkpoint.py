@@ -6,9 +6,11 @@ import contextlib
 import gc
 import logging
 import os
+import re
 import sys
 import time
 import traceback
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -120,14 +122,14 @@ class Checkpoints:
             layout._asdict(),
         )
         args = ocp.args.Composite(state=ocp.args.StandardRestore(target), host=ocp.args.JsonRestore())
-        with _reading(self._workdir, step):
+        with _reading(self._workdir, step, "state"):
             restored = self._manager.restore(step, args=args)
         return TrainState(**restored["state"]), restored["host"]
 
     def host(self, step: int) -> dict[str, Any]:
         """The host's side of a step alone: data position and cumulative counts."""
         args = ocp.args.Composite(host=ocp.args.JsonRestore())
-        with _reading(self._workdir, step):
+        with _reading(self._workdir, step, "host"):
             return dict(self._manager.restore(step, args=args)["host"])
 
     def wait(self) -> None:
@@ -205,12 +207,26 @@ def _await_late_ones(error: Exception) -> None:
     while chain is not None:  # its frames hold them
         traceback.clear_frames(chain.__traceback__)
         chain = chain.__cause__ or chain.__context__
-    gc.collect()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
+        gc.collect()
+
+
+# What TensorStore's codes say of a checkpoint's files.
+_CODES = {
+    "OUT_OF_RANGE": "a file is cut off",
+    "DATA_LOSS": "a file is not as it was written",
+    "NOT_FOUND": "a file is missing",
+}
+_ARRAY = re.compile(r'"([\w.]+)/(?:\.zarray|[\d.]+)"')
 
 
 @contextlib.contextmanager
-def _reading(run: Folder, step: int) -> Iterator[None]:
-    """Turns the errors of a damaged checkpoint into a line that names the others. Raises UserError."""
+def _reading(run: Folder, step: int, part: str) -> Iterator[None]:
+    """Turn the errors of a damaged checkpoint into a line that names the others; ``part``: state or host.
+
+    Raises UserError.
+    """
     try:
         with _without_late_ones():
             try:
@@ -225,14 +241,34 @@ def _reading(run: Folder, step: int) -> Iterator[None]:
         signs = any(sign in text for sign in _DAMAGE)
         if not (signs or type(error) is Exception or isinstance(error, (KeyError, FileNotFoundError, ValueError))):
             raise
-        lines = [line.strip() for line in text.splitlines() if line.strip()] or [type(error).__name__]
-        first = next((line for line in lines if any(sign in line for sign in _DAMAGE)), lines[0])
-        raise _damaged(run, step, first if len(first) <= 160 else f"{first[:160]} …") from None
+        raise _damaged(run, step, f"{run / FOLDER / str(step) / part}: {_why(error)}") from None
+
+
+def _why(error: BaseException) -> str:
+    """What an error in reading says, in few words; those that led to it count too."""
+    texts = []
+    chain: BaseException | None = error
+    while chain is not None:
+        texts.append(" ".join(str(chain).partition("See full")[0].split()) or type(chain).__name__)
+        chain = chain.__cause__ or chain.__context__
+    whole = " ".join(texts)
+    code = next((words for code, words in _CODES.items() if code in whole), None)
+    array = _ARRAY.search(whole)
+    if code is None and "reading array index" in whole:
+        return "an array cannot be read: a file is missing, or not as it was written"
+    if code is None:
+        shown = f"lacks {texts[0]}" if isinstance(error, KeyError) else texts[0].rstrip(".")
+        return shown if len(shown) <= 160 else f"{shown[:160]} …"
+    return code + (f" ({array[1]} cannot be read)" if array else "")
 
 
 def _damaged(run: Folder, step: int, why: str) -> UserError:
-    others = ", ".join(str(other) for other in committed_steps(run) if other != step) or "none"
-    return UserError(f"{run}: checkpoint {step} is damaged: {why}; other steps: {others}")
+    steps = [other for other in committed_steps(run) if other != step]
+    others = ", ".join(map(str, steps)) or "none"
+    onwards = ""
+    if steps and steps[-1] < step:  # which a run, and whoever names no step, takes
+        onwards = f"; to go on from {steps[-1]}, move or delete {run / FOLDER / str(step)}"
+    return UserError(f"{run}: checkpoint {step} is damaged: {why}; other steps: {others}{onwards}")
 
 
 # Groups of the config that say what the weights are, and what they compute.
@@ -305,13 +341,13 @@ def restore_parts(run: Folder, step: int, abstract: dict[str, Any], layout: dict
         args = ocp.args.PyTreeRestore(
             item=target, restore_args=ocp.checkpoint_utils.construct_restore_args(target), partial_restore=True
         )
-        with _reading(run, step):
+        with _reading(run, step, "state"):
             return dict(manager.restore(step, args=ocp.args.Composite(state=args))["state"])
 
 
 def host_of(run: Folder, step: int) -> dict[str, Any]:
     """The host's side of a checkpoint: data position (None: weights alone) and cumulative counts."""
-    with ocp.CheckpointManager(_folder(run), item_names=ITEMS) as manager, _reading(run, step):
+    with ocp.CheckpointManager(_folder(run), item_names=ITEMS) as manager, _reading(run, step, "host"):
         return dict(manager.restore(step, args=ocp.args.Composite(host=ocp.args.JsonRestore()))["host"])
 
 
