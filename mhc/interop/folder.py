@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import shutil
 from collections.abc import Iterator, Mapping
@@ -14,7 +15,9 @@ import numpy as np
 
 from mhc import room
 from mhc.errors import UserError
-from mhc.interop.safetensors import SafetensorsFile, listed
+from mhc.interop.safetensors import LFS, POINTER, SafetensorsFile, listed
+
+log = logging.getLogger(__name__)
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 GENERATION = "generation_config.json"
@@ -74,8 +77,11 @@ class HfFolder(Mapping[str, np.ndarray]):
             raise UserError(f"{folder}: no such folder" if not self.path.exists() else f"{folder}: not a folder")
         self.config = read_object(self.path / "config.json")
         self._files: dict[str, SafetensorsFile] = {}
+        self._where: dict[str, str] = {}  # by the index
         for file in self._shards():
             for name in file.entries:
+                if self._where.get(name, file.path.name) != file.path.name:
+                    continue  # the index has it in another file
                 if name in self._files:
                     raise UserError(f"{file.path}: {name} is also in {self._files[name].path.name}")
                 self._files[name] = file
@@ -83,6 +89,9 @@ class HfFolder(Mapping[str, np.ndarray]):
     def _shards(self) -> list[SafetensorsFile]:
         single, index = self.path / SINGLE, self.path / INDEX
         if single.is_file():
+            named = read_object(index).get("weight_map") if index.is_file() else None
+            if isinstance(named, dict) and set(map(str, named.values())) - {SINGLE}:
+                log.warning("%s: %s is read, not the files that %s names", self.path, SINGLE, INDEX)
             return [SafetensorsFile(single)]
         if not index.is_file():
             found = sorted(entry.name for entry in self.path.glob("*.safetensors"))
@@ -102,6 +111,7 @@ class HfFolder(Mapping[str, np.ndarray]):
         lost = [name for name, file in where.items() if name not in files[file].entries]
         if lost:
             raise UserError(f"{index}: tensors that are not in the shard it names for them: {listed(lost)}")
+        self._where = where
         return list(files.values())
 
     def shape(self, name: str) -> tuple[int, ...]:
@@ -125,7 +135,10 @@ class HfFolder(Mapping[str, np.ndarray]):
 def read_object(path: Path) -> dict[str, Any]:
     """The JSON object in a file. Raises UserError where it cannot be read, or holds something else."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        content = path.read_bytes()
+        if content.startswith(LFS):
+            raise UserError(f"{path}: {POINTER}")
+        found = json.loads(content.decode("utf-8-sig"))
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror}") from None
     except ValueError as error:

@@ -20,6 +20,8 @@ from mhc.errors import UserError
 FLOATS = {"F32": 4, "F16": 2, "BF16": 2}  # what weights may come as, and the bytes of one number
 _SIZES = FLOATS | {"F64": 8, "I64": 8, "U64": 8, "I32": 4, "U32": 4, "I16": 2, "U16": 2, "I8": 1, "U8": 1, "BOOL": 1}
 _SIZES |= {"F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1}
+LFS = b"version https://git-lfs"  # how a pointer of git-lfs begins
+POINTER = "a git-lfs pointer, not the file itself: fetch that with git lfs pull"
 _LARGEST_HEADER = 100_000_000  # bytes; the format's own limit
 
 
@@ -44,7 +46,10 @@ class SafetensorsFile:
         try:
             with path.open("rb") as file:
                 size = os.fstat(file.fileno()).st_size
-                length = int.from_bytes(file.read(8), "little") if size >= 8 else -1
+                start = file.read(8)
+                length = int.from_bytes(start, "little") if size >= 8 else -1
+                if LFS.startswith(start) and size >= 8:
+                    raise UserError(f"{path}: {POINTER}")
                 if not 0 <= length <= min(size - 8, _LARGEST_HEADER):
                     raise UserError(f"{path}: not a safetensors file, or cut off within its header ({size} bytes)")
                 header = json.loads(file.read(length))

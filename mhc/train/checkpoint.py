@@ -160,7 +160,7 @@ def committed_steps(run: Folder) -> list[int]:
     """Steps that a run folder holds a committed checkpoint of, ascending. Raises UserError as `remote.check`."""
     remote.check(run)
     folder = _folder(run)
-    return sorted(ocp.utils.checkpoint_steps(folder)) if folder.is_dir() else []
+    return sorted(set(ocp.utils.checkpoint_steps(folder))) if folder.is_dir() else []
 
 
 def _folder(run: Folder) -> Folder:

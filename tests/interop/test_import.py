@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -19,6 +20,7 @@ from mhc import cli, interop
 from mhc.data import tokenizers
 from mhc.errors import UserError
 from mhc.interop import export, import_hf
+from mhc.interop.safetensors import SafetensorsFile, write
 from mhc.interop.tensors import Layout
 from mhc.room import NoRoom
 from mhc.train.checkpoint import committed_steps, load_run
@@ -222,6 +224,13 @@ def _edit(file: str, change: Callable[[Any], None]) -> Callable[[Path], None]:
     return edit
 
 
+def _pointer(file: str) -> Callable[[Path], None]:
+    def write(folder: Path) -> None:
+        (folder / file).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 1234\n")
+
+    return write
+
+
 INDEX = "model.safetensors.index.json"
 DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
     "truncated": (_truncate, "model-00001-of-00003.safetensors: truncated"),
@@ -241,6 +250,8 @@ DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
     "json": (lambda folder: (folder / "config.json").write_text("{"), "config.json: not JSON"),  # type: ignore[dict-item]
     "list": (lambda folder: (folder / "config.json").write_text("[]"), "not a JSON object"),  # type: ignore[dict-item]
     "config": (lambda folder: (folder / "config.json").unlink(), "config.json: cannot be read: No such file"),
+    "pointer": (_pointer("config.json"), "config.json: a git-lfs pointer, not the file itself"),
+    "pointers": (_pointer("model-00001-of-00003.safetensors"), "00003.safetensors: a git-lfs pointer, not the file"),
     "deep": (lambda folder: (folder / "config.json").write_text("[" * 100_000), "nested too deeply"),  # type: ignore[dict-item]
     "tokenizer": (lambda folder: (folder / "tokenizer.json").write_text("{}"), "is not a tokenizer.json"),  # type: ignore[dict-item]
 }
@@ -308,6 +319,39 @@ def test_a_weight_of_another_dtype_is_named_and_so_is_a_tensor_too_many(tmp_path
     (folder / "model.safetensors").write_bytes(content.replace(b'"F32"', b'"U32"', 1))
     with pytest.raises(UserError, match=r"model\.safetensors: .* is U32, allowed: F32, F16, BF16"):
         interop.load_hf(folder)
+
+
+def test_the_index_says_which_shard_has_a_tensor(tmp_path: Path) -> None:
+    """Shards that are used by several models hold tensors that the index gives to other files."""
+    folder, plain = tiny_llama(tmp_path / "hf", shards=3), tiny_llama(tmp_path / "plain")
+    shards = [SafetensorsFile(file) for file in sorted(folder.glob("*.safetensors"))]
+    for shard, other in zip(shards, [*shards[1:], shards[0]], strict=True):
+        arrays = {name: shard.read(name) for name in shard.entries}
+        arrays |= {name: other.read(name) + 1 for name in list(other.entries)[:3]}
+        write(tmp_path / shard.path.name, {name: array.shape for name, array in arrays.items()}, arrays.__getitem__)
+    for shard in shards:
+        shutil.move(tmp_path / shard.path.name, shard.path)
+    expected = nnx.to_pure_dict(nnx.state(interop.load_hf(plain)))
+    assert_identical(nnx.to_pure_dict(nnx.state(interop.load_hf(folder))), expected)
+
+
+def test_one_file_beside_an_index_of_others_is_read_and_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder, plain = tiny_llama(tmp_path / "hf", shards=3), tiny_llama(tmp_path / "plain")
+    shutil.copyfile(plain / "model.safetensors", folder / "model.safetensors")
+    interop.HfFolder(folder)
+    assert "model.safetensors is read, not the files that model.safetensors.index.json names" in caplog.text
+    caplog.clear()
+    (folder / INDEX).write_text(json.dumps({"weight_map": {"a": "model.safetensors"}}))
+    interop.HfFolder(folder)
+    assert not caplog.records
+
+
+def test_a_byte_order_mark_is_no_part_of_a_config(tmp_path: Path) -> None:
+    folder = tiny_llama(tmp_path / "hf", shards=2)
+    expected = interop.HfFolder(folder).config
+    for name in ("config.json", INDEX):
+        (folder / name).write_bytes(b"\xef\xbb\xbf" + (folder / name).read_bytes())
+    assert interop.HfFolder(folder).config == expected
 
 
 def test_a_tensor_too_many_in_two_shards(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from mhc.errors import UserError
-from mhc.train.checkpoint import host_of, load_run
+from mhc.train.checkpoint import committed_steps, host_of, load_run
 from tests.small_runs import config, run, write_corpus
 
 pytestmark = pytest.mark.usefixtures("compiled_once")
@@ -70,6 +70,17 @@ def test_the_advice_is_right(made: Path, tmp_path: Path) -> None:
     shutil.rmtree(copy / "checkpoints" / "12")
     assert run(again, copy) == 0
     assert load_run(copy).step == 14
+
+
+def test_what_else_lies_among_the_checkpoints_is_not_seen(made: Path, tmp_path: Path) -> None:
+    copy = Path(shutil.copytree(made, tmp_path / "run"))
+    folder = copy / "checkpoints"
+    for name in ("12_backup", "12 (copy)", "012", ".12.part"):
+        shutil.copytree(folder / "12", folder / name)
+    (folder / "latest").symlink_to(folder / "8")
+    for name in (".DS_Store", "notes.txt", "16"):
+        (folder / name).write_text("x")
+    assert committed_steps(copy) == [4, 8, 12] and load_run(copy).step == 12
 
 
 def test_of_an_earlier_step_the_others_are_named_alone(made: Path, tmp_path: Path) -> None:
