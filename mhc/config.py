@@ -26,6 +26,7 @@ from typing import Any, ClassVar, NamedTuple, NoReturn
 from mhc import kinds
 from mhc.errors import UserError, did_you_mean
 
+ZSCORE_HISTORY = 64  # steps before the first z-score of a run that is not short
 SOURCES = ("stdlib", "tfds:<name>", "text:<glob>", "tokens:<glob>", "prepared:<folder>")
 
 
@@ -709,7 +710,7 @@ class Config:
     def zscore_min_history(self) -> int:
         """Steps of history before the first z-score: fewer in a short run, so that most of it is judged."""
         given = self.monitor.zscore_min_history
-        return given or min(64, max(16, self.train.steps // 4), self.monitor.zscore_window)
+        return given or min(ZSCORE_HISTORY, max(16, self.train.steps // 4), self.monitor.zscore_window)
 
     @property
     def wsd_steps(self) -> float:

@@ -291,12 +291,6 @@ class Run:
         self.record = self._make_record(-1 if latest is None else latest)
         closing.callback(lambda: self.record.close())
         self.opened = self.last_time = time.perf_counter()
-        least, usual = config.monitor.zscore_min_history, Config().zscore_min_history
-        if least is not None and least < usual and self.step < config.train.steps:
-            self.progress.note(
-                f"{place}: loss and gradient norm are judged from step {least + 1} on: of {config.train.steps} steps, "
-                f"{least} are the history before the first z-score (monitor.zscore_min_history)"
-            )
         if latest is not None and self.step < config.train.steps:
             self.record.event("resume", self.step, changes={name: list(pair) for name, pair in self.changes.items()})
             self.progress.note(f"{place}: resuming after step {self.step}")
@@ -379,7 +373,7 @@ class Run:
         The device always has the next step queued while the last one's metrics are fetched, and never more than that.
         """
         config = self.config
-        self.progress.note(f"{self.place}: compiling, then training from step {self.step + 1}")
+        self.progress.note(f"{self.place}: compiling, then training from step {self.step + 1}{self._judged()}")
         if self.fresh:  # not: at step 0, where a run may have been stopped after its probe
             self._probe(None)
             if config.train.init_from is not None:  # from here on the run needs its source no more
@@ -415,6 +409,17 @@ class Run:
             self._act(alarm, pending, None)
         if self.stop.asked and self.halted is None:
             self._save()
+
+    def _judged(self) -> str:
+        """What the start of a short run says of its z-scores, which need some history."""
+        least, steps = self.config.zscore_min_history, self.config.train.steps
+        if least >= steps:
+            return (
+                f"; {steps} steps are too few to judge loss and gradient norm by (monitor.zscore_min_history={least})"
+            )
+        if least >= configs.ZSCORE_HISTORY:
+            return ""
+        return f"; loss and gradient norm are judged from step {least + 1} on (monitor.zscore_min_history={least})"
 
     def _in_order(self, result: T) -> T:
         """The result of a program, waited for where the devices are threads of one CPU (``synchronous``).

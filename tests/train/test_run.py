@@ -381,7 +381,10 @@ def test_what_was_not_judged_is_not_said_to_be_calm(
     assert summary["spike_score_loss"] is None and summary["spike_score_grad_norm"] is None
     made = config(corpus, monitor={"zscore_min_history": 4})
     assert run(made, tmp_path / "run") == 0
-    assert "loss and gradient norm are judged from step 5 on: of 12 steps, 4 are the history" in capsys.readouterr().err
+    said = "compiling, then training from step 1; loss and gradient norm are judged from step 5 on "
+    assert f"{tmp_path}/run: {said}(monitor.zscore_min_history=4)" in capsys.readouterr().err
+    assert run(config(corpus, "plain", train={"steps": 2}), tmp_path / "short") == 0
+    assert "; 2 steps are too few to judge loss and gradient norm by" in capsys.readouterr().err
     summary = read_json(tmp_path / "run" / "summary.json")
     assert summary["judged_steps"] == 8 and isinstance(summary["spikes"], int)
 
