@@ -25,7 +25,7 @@ from eval.report import render
 from eval.runs import Arm, load, measures
 from eval.spikes import history
 from eval.topologies import paired, topologies
-from mhc import remote
+from mhc import cli, remote, room
 from mhc.config import DataConfig
 from mhc.errors import UserError
 from mhc.monitor.writers import read_json, write_json
@@ -94,12 +94,17 @@ def compare(paths: Sequence[str | Path], out: str | Path | None = None, *, recom
         report.write_text(page, "utf-8")
         write_json(target / "summary.json", summary)
     except OSError as error:
-        raise UserError(f"{error.filename or target}: cannot be written ({error.strerror}); give --out") from error
+        where = error.filename or target
+        if room.why_full(error) is not None:
+            with room.writing(where, target):
+                raise
+        advice = "; give --out another folder" if out is None else ""
+        raise UserError(f"{where}: cannot be written ({error.strerror}){advice}") from None
     return report
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line; returns the exit code."""
+    """Run the command line; returns the exit code. Raises NoRoom where the disk is full."""
     parser = _Parser(
         prog="python -m eval.compare", description="Compare runs: report.html, summary.json, figures/*.png, data/*.csv."
     )
@@ -113,6 +118,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         options = parser.parse_args(arguments)
         report = compare(options.paths, options.out, recompute_gains=not options.no_recompute)
+    except room.NoRoom:
+        raise
     except UserError as error:
         _say(f"error: {error}")
         return 2
@@ -154,4 +161,4 @@ def _say(text: str) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    cli.run_main(main)

@@ -13,7 +13,7 @@ import numpy as np
 from eval.ngram import Baselines
 from eval.recompute import Recomputed
 from eval.runs import Arm, differing_fields
-from eval.spikes import History, monitors
+from eval.spikes import History, listed, monitors, unjudged
 from eval.topologies import Paired, Topology
 from mhc.data import fidelity
 
@@ -94,7 +94,7 @@ def _ranking(arms: Sequence[Arm], measures: Measures) -> list[str]:
     if len(others) > 3:
         name, bits = others[-1]
         rest.append(f"{bits - lowest:.4f} under the last, {name}")
-    return [f"{text}, {_join(rest)}." if rest else f"{text}."]
+    return [f"{text}, {listed(rest)}." if rest else f"{text}."]
 
 
 def _against_baselines(arms: Sequence[Arm], measures: Measures, baselines: Baselines) -> list[str]:
@@ -108,7 +108,7 @@ def _against_baselines(arms: Sequence[Arm], measures: Measures, baselines: Basel
     )
     over = [name for name, bits in scored.items() if bits >= baselines.bigram]
     return [
-        f"{text}; not under the bigram: {_join(over)}." if over else f"{text}, and every arm lies under the bigram."
+        f"{text}; not under the bigram: {listed(over)}." if over else f"{text}, and every arm lies under the bigram."
     ]
 
 
@@ -135,8 +135,8 @@ def _topology_ranking(everyone: Sequence[Topology]) -> list[str]:
         rest.append(f"{others[-1].best.mean - best.best.mean:.4f} under the last, {others[-1].label}")
     failed = [topology.label for topology in everyone if math.isinf(topology.best.mean)]
     return [
-        f"{text}, {_join(rest)}." if rest else f"{text}.",
-        *([f"At every rate a seed of {_join(failed)} diverged or was halted."] if failed else []),
+        f"{text}, {listed(rest)}." if rest else f"{text}.",
+        *([f"At every rate a seed of {listed(failed)} diverged or was halted."] if failed else []),
     ]
 
 
@@ -155,7 +155,7 @@ def _seeds(everyone: Sequence[Topology], pairs: Sequence[Paired]) -> list[str]:
     if len(pairs) > _LISTED:
         apart = [pair.topology for pair in pairs if pair.separated]
         out.append(
-            f"Of all {len(pairs)} comparisons to plain, seeds separate {_join(apart) if apart else 'none'}; the table "
+            f"Of all {len(pairs)} comparisons to plain, seeds separate {listed(apart) if apart else 'none'}; the table "
             "of topologies holds the rest."
         )
     return out
@@ -166,10 +166,10 @@ def _rates(everyone: Sequence[Topology]) -> list[str]:
     if not known:
         return []
     parts = [f"{topology.label} {number(topology.sensitivity, 3)}" for topology in known]
-    text = f"Learning-rate sensitivity (nats lost to the best rate, on average over the rates tried): {_join(parts)}."
+    text = f"Learning-rate sensitivity (nats lost to the best rate, on average over the rates tried): {listed(parts)}."
     edge = [f"{topology.label} ({topology.best.lr:g})" for topology in known if topology.at_edge]
     if edge:
-        text += f" The best rate is the smallest or largest tried for {_join(edge)}: a better one may lie beyond."
+        text += f" The best rate is the smallest or largest tried for {listed(edge)}: a better one may lie beyond."
     return [text]
 
 
@@ -180,17 +180,17 @@ def _events(histories: Sequence[History]) -> list[str]:
     out = []
     if events:
         causes = Counter(episode.cause for episode in events)
-        listed = _join([f"{count} {cause}" for cause, count in causes.most_common()])
-        text = f"{_count(len(events), 'loss event')} (flagged by z-score, or non-finite), by cause: {listed}."
+        names = listed([f"{count} {cause}" for cause, count in causes.most_common()])
+        text = f"{_count(len(events), 'loss event')} (flagged by z-score, or non-finite), by cause: {names}."
         leaders = Counter(episode.leader or "no monitor" for episode in events)
-        text += f" Crossed first: {_join([f'{name} {_times(count)}' for name, count in leaders.most_common()])}."
+        text += f" Crossed first: {listed([f'{name} {_times(count)}' for name, count in leaders.most_common()])}."
         out.append(text)
     if alone:
         out.append(f"The gradient norm alone was flagged {_times(alone)}, without the loss.")
     alarms = [(one.monitor, one.false_alarms, one.crossings) for one in monitors(histories) if one.false_alarms]
     if alarms:
-        listed = _join([f"{name} {false} of {of}" for name, false, of in alarms])
-        out.append(f"Crossings that no loss event followed within the window (false alarms): {listed}.")
+        names = listed([f"{name} {false} of {of}" for name, false, of in alarms])
+        out.append(f"Crossings that no loss event followed within the window (false alarms): {names}.")
     acted = [
         f"{_count(sum(one.skipped for one in histories), 'update')} left out",
         f"{_count(sum(one.clipped for one in histories), 'step')} scaled by the zclip rule",
@@ -199,10 +199,10 @@ def _events(histories: Sequence[History]) -> list[str]:
     ]
     acted = [words for words in acted if not words.startswith("0 ")]
     if acted:
-        out.append(f"What was done: {_join(acted)}.")
+        out.append(f"What was done: {listed(acted)}.")
     elif events:
         out.append("Nothing was done about them but to log them.")
-    return out
+    return out + unjudged(histories)
 
 
 def _times(number: int) -> str:
@@ -237,17 +237,19 @@ def _health(arms: Sequence[Arm], measures: Measures) -> list[str]:
     out = []
     broken = [arm.name for arm in arms if measures[arm.name]["nonfinite"] or not _finite(arm)]
     if broken:
-        out.append(f"Non-finite losses or gradients occurred in {_join(broken)}.")
+        out.append(f"Non-finite losses or gradients occurred in {listed(broken)}.")
     spiky = [
         f"{arm.name} ({number(100 * measures[arm.name]['spike_score_loss'], 2)} % of steps)"
         for arm in arms
-        if measures[arm.name]["spike_score_loss"] > 0
+        if (measures[arm.name]["spike_score_loss"] or 0) > 0
     ]
-    out.append(
-        f"Spike score of the loss (7 standard deviations off the last 1000 steps): {_join(spiky)}."
-        if spiky
-        else "Spike score of the loss (7 standard deviations off the last 1000 steps): 0 in every arm."
-    )
+    short = [arm.name for arm in arms if measures[arm.name]["spike_score_loss"] is None]
+    every = "every arm" if not short else "every other arm"
+    parts = [
+        *([listed(spiky)] if spiky else [f"0 in {every}"] if len(short) < len(arms) else []),
+        *([f"not judged in {listed(short)}, for want of steps before it"] if short else []),
+    ]
+    out.append(f"Spike score of the loss (7 standard deviations off the last 1000 steps): {'; '.join(parts)}.")
     norms = {arm.name: measures[arm.name]["max_grad_norm"] for arm in arms}
     known = {name: value for name, value in norms.items() if value is not None}
     if known:
@@ -255,7 +257,7 @@ def _health(arms: Sequence[Arm], measures: Measures) -> list[str]:
         out[-1] += f" The largest gradient norm before clipping is {worst}'s: {number(known[worst], 3)}."
     running = [f"{arm.name} (step {arm.steps} of {arm.planned_steps})" for arm in arms if not arm.finished]
     if running:
-        out.append(f"Unfinished: {_join(running)}. Their numbers are those of the last step logged.")
+        out.append(f"Unfinished: {listed(running)}. Their numbers are those of the last step logged.")
     return out
 
 
@@ -270,7 +272,7 @@ def _speed(arms: Sequence[Arm], measures: Measures) -> list[str]:
         return []
     plain = float(np.median(speeds["plain"]))
     parts = [f"{kind} {np.median(values) / plain:.2f}" for kind, values in speeds.items() if kind != "plain"]
-    return [f"Tokens per second as a share of plain's ({plain:,.0f}): {_join(parts)}."]
+    return [f"Tokens per second as a share of plain's ({plain:,.0f}): {listed(parts)}."]
 
 
 def _recomputed(arms: Sequence[Arm], recomputed: Mapping[str, Recomputed] | None) -> list[str]:
@@ -289,7 +291,7 @@ def _recomputed(arms: Sequence[Arm], recomputed: Mapping[str, Recomputed] | None
         )
     missing = [f"{name} ({result.reason})" for name, result in recomputed.items() if result.difference is None]
     if missing:
-        out.append(f"Gains could not be compared with the logged ones for {_join(missing)}.")
+        out.append(f"Gains could not be compared with the logged ones for {listed(missing)}.")
     return out
 
 
@@ -300,11 +302,11 @@ def _mismatches(arms: Sequence[Arm]) -> list[str]:
     out = []
     if data:
         out.append(
-            f"The arms did not train on the same data ({_join(data)} differ): their losses are not comparable, and the "
-            "n-gram baselines are those of the first arm's data."
+            f"The arms did not train on the same data ({listed(data)} differ): their losses are not comparable, and "
+            "the n-gram baselines are those of the first arm's data."
         )
     if length:
-        out.append(f"The arms were not trained for equally long ({_join(length)} differ).")
+        out.append(f"The arms were not trained for equally long ({listed(length)} differ).")
     return out
 
 
@@ -320,9 +322,3 @@ def _gain(value: float) -> str:
 
 def _under(margin: float) -> str:
     return f"{margin:.4f} under" if margin >= 0 else f"{-margin:.4f} over"
-
-
-def _join(parts: Sequence[str]) -> str:
-    if len(parts) > 9:
-        parts = [*parts[:7], f"{len(parts) - 7} more"]
-    return parts[0] if len(parts) == 1 else f"{', '.join(parts[:-1])} and {parts[-1]}"

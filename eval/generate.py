@@ -354,7 +354,7 @@ class Generator:
     ) -> list[Row]:
         """As ``complete``, of prompts that are token ids already; ``seed``: one for all, or one for each."""
         seeds = [seed] * len(ids) if isinstance(seed, int) else seed
-        ends = frozenset((*stop_tokens, self.tokenizer.eos_id))
+        ends = frozenset((*stop_tokens, *self.config.data.stop_tokens, self.tokenizer.eos_id))
         rows = [Row(text_stream(self.tokenizer, prompt), stop, ends, max_new_tokens) for prompt in ids]
         order = sorted(range(len(ids)), key=lambda index: len(ids[index]))
         made = 0

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
+import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -305,35 +306,99 @@ class Generation(NamedTuple):
 # Names that tasks and other models use for the same, and what does nothing for one greedy or sampled text.
 _KNOWN = ("until", "max_gen_toks", "do_sample", "temperature", "top_k", "top_p", "min_p")
 _LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
-_WITHOUT_EFFECT = ("seed", "num_return_sequences", "skip_special_tokens", "spaces_between_special_tokens")
+_WITHOUT_EFFECT = (
+    *("seed", "num_return_sequences", "skip_special_tokens", "spaces_between_special_tokens", "use_cache"),
+    *("pad_token_id", "return_dict_in_generate", "output_scores", "output_logits", "output_attentions"),
+    *("output_hidden_states", "renormalize_logits", "remove_invalid_values", "clean_up_tokenization_spaces"),
+    *("length_penalty", "early_stopping", "diversity_penalty"),  # of beams alone
+)
+# What else is passed where it asks for nothing: the value that does so, beside null.
+_NEUTRAL: Mapping[str, Any] = {
+    "num_beams": 1,
+    "num_beam_groups": 1,
+    "best_of": 1,
+    "n": 1,
+    "repetition_penalty": 1,
+    "encoder_repetition_penalty": 1,
+    "frequency_penalty": 0,
+    "presence_penalty": 0,
+    "penalty_alpha": 0,
+    "no_repeat_ngram_size": 0,
+    "encoder_no_repeat_ngram_size": 0,
+    "typical_p": 1,
+    "epsilon_cutoff": 0,
+    "eta_cutoff": 0,
+    "guidance_scale": 1,
+    "min_length": 0,
+    "min_new_tokens": 0,
+    "min_tokens": 0,
+    "prompt_lookup_num_tokens": 0,
+    "ignore_eos": False,
+    "include_stop_str_in_output": False,
+    "bad_words_ids": [],
+    "force_words_ids": [],
+    "suppress_tokens": [],
+    "begin_suppress_tokens": [],
+    "stop_token_ids": [],
+    "logit_bias": {},
+    "sequence_bias": {},
+    "forced_bos_token_id": None,
+    "forced_eos_token_id": None,
+    "exponential_decay_length_penalty": None,
+    "max_time": None,
+    "logprobs": None,
+}
 
 
 def generation(arguments: Mapping[str, Any], limit: int | None) -> Generation:
-    """Of a task's generation_kwargs. Raises UserError for one that would change the text and is not known here."""
-    for name in arguments:
-        if name not in (*_KNOWN, *_LENGTHS, *_WITHOUT_EFFECT):
+    """Of a task's generation_kwargs; what asks for nothing passes.
+
+    Raises: UserError for one that would change the text and is not known here, or a value that is none.
+    """
+    for name, value in arguments.items():
+        if name in (*_KNOWN, *_LENGTHS, *_WITHOUT_EFFECT):
+            continue
+        if name not in _NEUTRAL or value not in (None, _NEUTRAL[name]):
+            nothing = f", or {name}={_NEUTRAL[name]!r}, which asks for nothing" if name in _NEUTRAL else ""
             raise UserError(
-                f"generation_kwargs: given {name}={arguments[name]!r}, allowed: {', '.join(_KNOWN)}"
-                f"{did_you_mean(name, _KNOWN)}"
+                f"generation_kwargs: given {name}={value!r}, allowed: {', '.join(_KNOWN)}{nothing}"
+                f"{'' if nothing else did_you_mean(name, (*_KNOWN, *_LENGTHS))}"
             )
     until = arguments.get("until") or ()
     stop = (until,) if isinstance(until, str) else tuple(until) if isinstance(until, (list, tuple)) else (until,)
     if not all(isinstance(one, str) for one in stop):
         raise UserError(f"generation_kwargs: given until={until!r}, allowed: a string or a list of strings")
-    temperature = float(arguments.get("temperature") or 0.0)
+    temperature = _number(arguments, "temperature", 0.0)
     # As lm-eval's own models do: a temperature alone asks for sampling, do_sample=False is greedy in any case.
     samples = bool(arguments.get("do_sample", temperature > 0))
     fields: dict[str, Any] = {"temperature": 0.0}
     if samples:
-        fields = {"temperature": float(arguments.get("temperature", 1.0))}
-        fields |= {name: arguments[name] for name in ("top_p", "min_p") if arguments.get(name) is not None}
-        if arguments.get("top_k"):  # 0 and None: no limit
-            fields["top_k"] = int(arguments["top_k"])
+        fields = {"temperature": _number(arguments, "temperature", 1.0)}
+        fields |= {name: _number(arguments, name) for name in ("top_p", "min_p") if arguments.get(name) is not None}
+        top_k = int(_number(arguments, "top_k", 0.0))
+        if top_k not in (0, -1):  # these and None: no limit
+            fields["top_k"] = top_k
     try:
         sampling = Sampling(**fields)
     except ValueError as error:
         raise UserError(f"generation_kwargs: {error}") from None
-    wanted = next((int(arguments[name]) for name in _LENGTHS if arguments.get(name) is not None), MAX_NEW_TOKENS)
+    wanted = next(
+        (int(_number(arguments, name)) for name in _LENGTHS if arguments.get(name) is not None), MAX_NEW_TOKENS
+    )
     if wanted < 1:
         raise UserError(f"generation_kwargs: given {wanted} new tokens, allowed: 1 or more")
     return Generation(sampling, tuple(one for one in stop if one), min(wanted, limit or wanted))
+
+
+def _number(arguments: Mapping[str, Any], name: str, default: float = 0.0) -> float:
+    """A number among the arguments, ``default`` where it is absent or null. Raises UserError for anything else."""
+    value = arguments.get(name)
+    if value is None:
+        return default
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        number = math.nan
+    if not math.isfinite(number):
+        raise UserError(f"generation_kwargs: given {name}={value!r}, allowed: a number")
+    return number

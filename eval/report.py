@@ -14,7 +14,7 @@ from eval.ngram import Baselines
 from eval.recompute import PRESETS, Recomputed
 from eval.runs import Arm, differing_fields
 from eval.sheet import Style
-from eval.spikes import GAP, History, monitors
+from eval.spikes import GAP, History, monitors, unjudged
 from eval.topologies import Paired, Topology
 from mhc.monitor.writers import duration
 
@@ -57,6 +57,8 @@ details > summary { cursor: pointer; font-weight: 600; font-size: 16px; padding:
 @media (max-width: 760px) { .figures { grid-template-columns: 1fr; } }
 """
 
+NOT_JUDGED = "Loss and gradient norm were not judged; no monitor crossed its threshold in any arm."
+
 _HOW_EVENTS = """Flagged steps no more than {gap} apart are one event. A crossing leads a loss event that comes within
 the window of {window} (two probes, at least 32 steps); without one it is a false alarm. Late: after the loss.
 Undecided: the run ended, or was rewound, within the window. Standing: past its threshold since before the window. No
@@ -97,8 +99,8 @@ steps before, or anything non-finite. Causes are the run's too, by rules of fixe
 that never spikes at this size has not been shown to be stable at a larger one.</p>
 <p><b>Bits per byte</b> is the validation loss in bits divided by the bytes of text predicted, so that tokenisers can be
 compared. <b>Spike score</b> is the share of steps whose loss lies more than 7 standard deviations from the mean of the
-1000 steps before it, non-finite losses included. Seconds and tokens per second are those of the machine at that time;
-arms that shared it with other work are slower.</p>
+1000 steps before it, non-finite losses included; with less than 100 steps before it a loss is not judged. Seconds and
+tokens per second are those of the machine at that time; arms that shared it with other work are slower.</p>
 """
 
 
@@ -229,7 +231,7 @@ def _arms_table(arms: Sequence[Arm], measures: Measures, look: Mapping[str, Styl
                 _cell(number(m["peak_forward_gain"])),
                 _cell(number(m["peak_backward_gain"])),
                 _cell(number(m["max_grad_norm"], 3)),
-                _cell(f"{100 * m['spike_score_loss']:.2f} %"),
+                _cell("not judged" if m["spike_score_loss"] is None else f"{100 * m['spike_score_loss']:.2f} %"),
                 _cell(number(m["tokens_per_second"], 3)),
                 _cell(duration(m["seconds"]) if m["seconds"] is not None else "–"),
                 f'<td class="text">{state}</td>',
@@ -339,8 +341,12 @@ def _events_section(histories: Sequence[History]) -> str:
     """Loss events with their lead times, the record of each monitor, and what was done."""
     episodes = [(one, episode) for one in histories for episode in one.episodes]
     crossings = [crossing for one in histories for crossing in one.crossings]
+    judged = any(one.judged_from is not None for one in histories)
+    note = "".join(f'<p class="note">{text(line)}</p>' for line in unjudged(histories))
+    where = "any arm" if all(one.judged_from is not None for one in histories) else "any arm that was judged"
     if not episodes and not crossings:
-        return "<p>No loss and no gradient norm was flagged, and no monitor crossed its threshold, in any arm.</p>"
+        none = f"No loss and no gradient norm was flagged, and no monitor crossed its threshold, in {where}."
+        return f"<p>{none if judged else NOT_JUDGED}</p>{note}"
     windows = sorted({one.window for one in histories})
     window = f"{windows[0]} steps" if len(windows) == 1 else f"{windows[0]} to {windows[-1]} steps, by the arm's probes"
     rows = []
@@ -382,7 +388,8 @@ def _events_section(histories: Sequence[History]) -> str:
         ),
     ]
     out = "<h3>Loss events and what led up to them</h3>"
-    out += table(header, rows) if rows else "<p>None: no loss and no gradient norm was flagged in any arm.</p>"
+    none = f"None: no loss and no gradient norm was flagged in {where}." if judged else "Not judged in any arm."
+    out += (table(header, rows) if rows else f"<p>{none}</p>") + note
     if len(episodes) > MOST_EVENTS:
         out += f'<p class="note">The first {MOST_EVENTS} of {len(episodes)}; data/events.csv holds all.</p>'
     out += f'<p class="note">{_HOW_EVENTS.format(gap=GAP, window=window)}</p>'

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from mhc import kinds, provenance, remote
 from mhc.config import MACHINE, load_kinds
 from mhc.errors import UserError
-from mhc.monitor.detectors import spike_score
+from mhc.monitor.detectors import judged_score
 from mhc.monitor.writers import read_json, read_jsonl
 from mhc.remote import Folder
 
@@ -104,6 +104,22 @@ class Arm:
             if f"residual.{name}" not in flat
         }
 
+    @property
+    def judged_after(self) -> int:
+        """Steps of history that the run's z-scores needed."""
+        return int(self.flat.get("monitor.zscore_min_history") or 64)
+
+    @functools.cached_property
+    def judged(self) -> Sequence[int]:
+        """The steps that the run's z-scores judged: all but those with too little history before them."""
+        scores = ("z_loss", "z_grad_norm")
+        told = [any(name in row for name in scores) for row in self.metrics]
+        return [
+            int(row["step"])
+            for number, row in enumerate(self.metrics)
+            if (any(row.get(name) is not None for name in scores) if told[number] else number >= self.judged_after)
+        ]
+
     def column(self, key: str) -> tuple[Floats, Floats]:
         """(steps, values) of the metrics records that hold ``key``; both float64[n]."""
         rows = [(row["step"], row[key]) for row in self.metrics if key in row and row[key] is not None]
@@ -169,7 +185,7 @@ def load(paths: Sequence[str | os.PathLike[str]]) -> tuple[Path | None, list[Arm
 
 
 def measures(arm: Arm) -> dict[str, Any]:
-    """What summary.json says of one arm; None where the run does not tell.
+    """What summary.json says of one arm; None where the run does not tell, or was too short to be judged.
 
     Everything that the logs hold is computed from them; ``seconds``, ``params`` and ``exit_reason`` come from the
     run's own summary.
@@ -179,6 +195,7 @@ def measures(arm: Arm) -> dict[str, Any]:
     _, speed = arm.column("tokens_per_second")
     _, validation = arm.column("val_loss")
     _, bits = arm.column("val_bits_per_byte")
+    spikes = int(sum(bool(row["spike"]) for row in arm.metrics if "spike" in row))
     out: dict[str, Any] = {
         "kind": arm.kind,
         "finished": arm.finished,
@@ -191,9 +208,10 @@ def measures(arm: Arm) -> dict[str, Any]:
         "peak_forward_gain": arm.peak_gain("forward"),
         "peak_backward_gain": arm.peak_gain("backward"),
         "max_grad_norm": largest(grad_norm),
-        "spike_score_loss": spike_score(loss)[0],
-        "spike_score_grad_norm": spike_score(grad_norm)[0],
-        "spikes": int(sum(bool(row["spike"]) for row in arm.metrics if "spike" in row)),
+        "spike_score_loss": judged_score(loss),
+        "spike_score_grad_norm": judged_score(grad_norm),
+        "judged_steps": len(arm.judged),
+        "spikes": spikes if arm.judged or spikes else None,
         "nonfinite": int(np.max(arm.column("nonfinite")[1], initial=0)),
         "skipped": int(np.max(arm.column("skipped")[1], initial=0)),
         "tokens_per_second": float(np.median(speed)) if len(speed) else None,

@@ -91,7 +91,8 @@ class Crossing:
 
 @dataclasses.dataclass(frozen=True)
 class History:
-    """What happened in one arm. window: in steps."""
+    """What happened in one arm. window: in steps. judged_from: the first step with enough history before it, None where
+    there is none."""
 
     arm: str
     window: int
@@ -101,6 +102,9 @@ class History:
     clipped: int  # steps whose gradient the zclip rule scaled
     rewinds: tuple[tuple[int, int, int], ...]  # (from step, to step, batches left out)
     halted: str | None
+    steps: int
+    judged_after: int  # steps of history
+    judged_from: int | None
 
     @property
     def loss_events(self) -> list[Episode]:
@@ -189,7 +193,41 @@ def history(arm: Arm) -> History:
         int((scale < 1).sum()),
         tuple(rewinds),
         halted,
+        arm.steps,
+        arm.judged_after,
+        arm.judged[0] if arm.judged else None,
     )
+
+
+def unjudged(histories: Sequence[History]) -> list[str]:
+    """Say in sentences in which arms, and up to which step, too little history came before for a loss or gradient norm
+    to be judged. Non-finite ones are flagged in any case."""
+    out = []
+    never: dict[int, list[str]] = {}
+    late: dict[int, list[str]] = {}
+    for one in histories:
+        if one.judged_from is None:
+            never.setdefault(one.judged_after, []).append(f"{one.arm} ({one.steps} steps)")
+        elif one.judged_from > 1:
+            late.setdefault(one.judged_from, []).append(one.arm)
+    for after, names in sorted(never.items()):
+        out.append(
+            f"Not judged, for a z-score needs {after} steps before it: loss and gradient norm of {listed(names)}."
+        )
+    if late:
+        parts = [
+            f"{step:,}" if len(late) == 1 else f"{step:,} ({listed(names)})" for step, names in sorted(late.items())
+        ]
+        rest = "of the other arms " if never else ""
+        out.append(f"Loss and gradient norm {rest}are judged from step {listed(parts)} on.")
+    return out
+
+
+def listed(parts: Sequence[str]) -> str:
+    """Names for a sentence, the rest counted."""
+    if len(parts) > 9:
+        parts = [*parts[:7], f"{len(parts) - 7} more"]
+    return parts[0] if len(parts) == 1 else f"{', '.join(parts[:-1])} and {parts[-1]}"
 
 
 def monitors(histories: Sequence[History]) -> list[MonitorRecord]:

@@ -1,7 +1,7 @@
 """The edge that command-line programs share: arguments, config files with overrides, and errors of one line.
 
-Exit codes: 0 done, 2 a user's mistake, 130 interrupted from the keyboard, 143 by SIGTERM where a program takes it; a
-program says when it has others.
+Exit codes: 0 done, 2 a user's mistake, 6 no room to write, 130 interrupted from the keyboard, 141 nobody reads the
+result any more (``… | head``), 143 by SIGTERM where a program takes it; a program says when it has others.
 """
 
 from __future__ import annotations
@@ -24,11 +24,13 @@ from typing import Any, NoReturn
 from ml_collections import ConfigDict
 
 from mhc import config as config_lib
-from mhc import remote
+from mhc import remote, room, streams
 from mhc.config import Config
 from mhc.errors import UserError, did_you_mean
 
 GRID = "grid.json"  # what makes a folder a grid's
+
+_targets: list[str] = []  # what the program in hand is to write
 
 
 class Parser(argparse.ArgumentParser):
@@ -60,22 +62,45 @@ class Parser(argparse.ArgumentParser):
 
 
 def run_main(main: Callable[[Sequence[str]], int], arguments: Sequence[str] | None = None) -> NoReturn:
-    """Runs a program and exits with its code; a UserError becomes ``error: …`` on stderr and code 2.
+    """Run a program and exit with its code; a UserError becomes ``error: …`` on stderr and code 2, a full disk a line
+    and code 6. What a program says on stderr cannot fail it (`mhc.streams`).
 
     Args:
         main: takes the command-line arguments without the program's name, gives the exit code.
         arguments: None: ``sys.argv[1:]``.
     """
+    _targets.clear()
+    try:
+        with streams.guarded() as result:
+            code = _code(main, sys.argv[1:] if arguments is None else arguments, result)
+    finally:
+        for stream in (sys.stdout, sys.stderr):
+            streams.drop(stream)
+    sys.exit(code)
+
+
+def _code(main: Callable[[Sequence[str]], int], arguments: Sequence[str], result: streams.Result) -> int:
+    """Run a program; its exit code, or that of the line in which it ends."""
     try:
         with _warnings_as_lines():
-            code = main(sys.argv[1:] if arguments is None else arguments)
+            code = main(arguments)
+        result.end()
+        return code
     except UserError as error:
-        print("error:", " ".join(str(error).split()), file=sys.stderr)
-        code = 2
+        return _failed(str(error), room.NO_ROOM if isinstance(error, room.NoRoom) else 2)
     except KeyboardInterrupt as interrupt:
         print("interrupted", file=sys.stderr)
         _leave(128 + (signal.SIGTERM if isinstance(interrupt, _Terminated) else signal.SIGINT))
-    sys.exit(code)
+    except Exception as error:
+        line = room.line_of(error, _targets)
+        if line is None:
+            raise
+        return _failed(line, room.NO_ROOM)
+
+
+def _failed(line: str, code: int) -> int:
+    print("error:", " ".join(line.split()), file=sys.stderr)
+    return code
 
 
 class _Lines(logging.Handler):
@@ -121,7 +146,9 @@ def _leave(code: int) -> NoReturn:
     """Exits without taking the interpreter down: a compilation that was left behind crashes when that happens."""
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):  # a pipe whose reader was interrupted as well
+        with contextlib.suppress(
+            OSError, ValueError, streams.ClosedPipe
+        ):  # a pipe whose reader was interrupted as well
             stream.flush()
     os._exit(code)
 
@@ -136,7 +163,7 @@ def own_names(fields: Sequence[str]) -> Iterator[None]:
         yield
     except UserError as error:
         said = re.sub(rf"(?<![\w/.-])data\.({'|'.join(fields)})\b", r"--\1", str(error))
-        raise UserError(re.sub(r" or ((?! or ).)* data\.\w+$", "", said)) from None
+        raise type(error)(re.sub(r" or ((?! or ).)* data\.\w+$", "", said)) from None
 
 
 def load_config(path: str, arguments: Sequence[str], parser: Parser) -> Config:
@@ -245,7 +272,12 @@ def _run_config_file(path: str) -> ConfigDict:
 
 
 def check_writable(folder: str, option: str = "--workdir") -> Path:
-    """The path of a folder that is there or can be made; makes nothing. Raises UserError where it cannot be written."""
+    """Return the path of a folder that is there or can be made; makes nothing.
+
+    What is checked here is written later: the program does not end when the reader of its stdout does.
+
+    Raises: UserError where it cannot be written.
+    """
     if not folder:
         raise UserError(f"{option}: given '', allowed: the path of a folder, e.g. runs/a")
     if remote.is_remote(folder):  # Path would make a local folder of that name, and what is there would be lost
@@ -257,15 +289,38 @@ def check_writable(folder: str, option: str = "--workdir") -> Path:
     if not parent.is_dir():
         raise UserError(f"{option} {folder}: {parent} is a file, allowed: a folder that can be written")
     if not os.access(parent, os.W_OK | os.X_OK):
-        raise UserError(f"{option} {folder}: no permission to write in {parent}")
+        raise UserError(f"{option} {folder}: {_why_not(parent)} {parent}")
+    _to_be_written(path)
     return path
 
 
+def _to_be_written(path: Path) -> None:
+    """Remember what the program writes, and have it write that whether or not anybody reads its stdout."""
+    _targets.append(str(path))
+    streams.patient()
+
+
+def _why_not(folder: Path) -> str:
+    """Why a folder cannot be written, up to its name."""
+    with contextlib.suppress(OSError):
+        if os.statvfs(folder).f_flag & os.ST_RDONLY:
+            return "the file system is read-only at"
+    return "no permission to write in"
+
+
 def check_file(file: str, option: str) -> Path:
-    """The path of a file that can be written, in a folder that is there. Raises UserError where it cannot."""
+    """Return the path of a file that can be written, in a folder that is there. Raises UserError where it cannot.
+
+    As in `check_writable`, the program does not end when the reader of its stdout does.
+    """
     path = Path(file)
-    if path.is_dir() or not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
+    if path.is_dir() or not path.parent.is_dir():
         raise UserError(f"{option}: cannot write {file}, allowed: a file in a folder that can be written")
+    if not os.access(path.parent, os.W_OK | os.X_OK):
+        raise UserError(f"{option}: cannot write {file}: {_why_not(path.parent)} {path.parent}")
+    if path.exists() and not os.access(path, os.W_OK):
+        raise UserError(f"{option}: cannot write {file}: no permission to write it")
+    _to_be_written(path)
     return path
 
 

@@ -27,6 +27,7 @@ from mhc import kinds
 from mhc.errors import UserError, did_you_mean
 from mhc.rules import Rule, refuse
 
+ZSCORE_HISTORY = 64  # steps before the first z-score of a run that is not short
 SOURCES = ("stdlib", "tfds:<name>", "text:<glob>", "tokens:<glob>", "prepared:<folder>")
 
 
@@ -432,6 +433,7 @@ class DataConfig(_Group, group="data"):
         "uint16", "tokens: dtype of .bin files", choices=("uint8", "uint16", "uint32", "int32", "int64")
     )
     end_token: int | None = _field(None, "tokens: id that ends a document; None: a file is one document", low=0)
+    stop_tokens: tuple[int, ...] = _field((), "ids that end a generated text, beside the tokeniser's eos", low=0)
     prefetch: int = _field(2, "batches that a thread prepares ahead; 0: none", low=0)
     workers: int = _field(0, "processes that read and tokenise; 0: the thread that prepares batches does", low=0)
 
@@ -511,7 +513,11 @@ class MonitorConfig(_Group, group="monitor"):
     probe_every: int = _field(50, "steps between probes of the maps' gains; 0: no probe", low=0)
     probe_sequences: int = _field(4, "sequences of the fixed probe batch", low=1)
     zscore_window: int = _field(128, "steps of history behind the rolling z-score", low=2)
-    zscore_min_history: int = _field(64, "steps of history before the first z-score", low=2)
+    zscore_min_history: int | None = _field(
+        None,
+        "steps of history before the first z-score; None: 64, in a run of under 256 steps a quarter of them, >= 16",
+        low=2,
+    )
     zscore_threshold: float = _field(6.0, "z-score above which a step is called a spike", above=0)
     tensorboard: bool = _field(True, "write TensorBoard event files beside metrics.jsonl")
     wandb: str = _field(
@@ -718,6 +724,12 @@ class Config:
         _, at, step = (self.train.init_from or "").rpartition("@")
         taken = self.train.init_optimizer and bool(at) and step.isdigit()
         return self.train.steps + (int(step) if taken else 0)
+
+    @property
+    def zscore_min_history(self) -> int:
+        """Steps of history before the first z-score: fewer in a short run, so that most of it is judged."""
+        given = self.monitor.zscore_min_history
+        return given or min(ZSCORE_HISTORY, max(16, self.train.steps // 4), self.monitor.zscore_window)
 
     @property
     def wsd_steps(self) -> float:
@@ -927,7 +939,7 @@ def _check_batch(config: Config) -> None:
     if (size // parts) % split:
         refuse("train.batch_size", size, f"a multiple of {parts * split}: accumulation × mesh data × fsdp × expert")
     window, least = config.monitor.zscore_window, config.monitor.zscore_min_history
-    if least > window:
+    if least is not None and least > window:
         refuse("monitor.zscore_min_history", least, f"at most monitor.zscore_window={window}")
 
 
@@ -1090,6 +1102,7 @@ def resolve(config: Config, vocab_size: int) -> Config:
         ),
         schedule=dataclasses.replace(config.schedule, decay_steps=config.decay_steps),
         validation=dataclasses.replace(config.validation, rule=config.validation.rule or "spread"),
+        monitor=dataclasses.replace(config.monitor, zscore_min_history=config.zscore_min_history),
     )
 
 
@@ -1202,7 +1215,9 @@ def check_resume(old: Config, new: Config) -> dict[str, tuple[Any, Any]]:
     refused = {
         name: pair
         for name, pair in changes.items()
-        if not _resumable(name, RESUMABLE) and not (name == "schedule.decay_steps" and follows)
+        if not _resumable(name, RESUMABLE)
+        and not (name == "schedule.decay_steps" and follows)
+        and not (name == "monitor.zscore_min_history" and pair[1] is None)  # what a run has, it keeps
     }
     if refused:
         listed = "; ".join(f"{name}: stored {before!r}, given {after!r}" for name, (before, after) in refused.items())

@@ -26,6 +26,7 @@ from jax.experimental import multihost_utils
 
 from mhc.config import DistributedConfig
 from mhc.errors import UserError
+from mhc.room import NoRoom
 
 LOST = 4  # exit code of a process that lost another one
 
@@ -160,12 +161,12 @@ def together() -> Iterator[None]:
         yield
     except UserError as error:
         ours = error
-    said = gather(None if ours is None else str(ours))
+    said = gather(None if ours is None else [str(ours), isinstance(ours, NoRoom)])
     if ours is not None:
         raise ours
-    for number, message in enumerate(said):
-        if message is not None:
-            raise UserError(f"process {number}: {message}")
+    for number, one in enumerate(said):
+        if one is not None:
+            raise (NoRoom if one[1] else UserError)(f"process {number}: {one[0]}")
 
 
 class StopRequest:

@@ -27,6 +27,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from mhc import room
 from mhc.errors import UserError
 
 if TYPE_CHECKING:
@@ -40,6 +41,7 @@ Folder: TypeAlias = "Path | epath.Path"  # a local path, or one in a store with 
 FILES = (
     "config.json",
     "run.json",
+    "corpus.json",
     "metrics.jsonl",
     "probes.jsonl",
     "events.jsonl",
@@ -244,7 +246,7 @@ class Home:
         try:
             self.files.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise UserError(f"{self.place}: the folder cannot be made: {error.strerror}") from None
+            raise room.kind(error)(f"{self.place}: the folder cannot be made: {error.strerror}") from None
         with lock(self.files, self.place):
             yield
 

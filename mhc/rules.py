@@ -59,7 +59,8 @@ class Rule:
             words = f"one of {', '.join(self.allowed())}"
         else:
             article = {int: "an int", float: "a float", bool: "True or False", str: "a string"}
-            words = f"{article.get(base, 'a tuple of floats')} {self.bounds()}".rstrip()
+            several = "a tuple of ints" if typing.get_args(base)[:1] == (int,) else "a tuple of floats"
+            words = f"{article.get(base, several)} {self.bounds()}".rstrip()
         return words + (" or None" if optional else "")
 
     def check(self, name: str, hint: Any, value: Any) -> Any:
@@ -81,7 +82,7 @@ class Rule:
         if typing.get_origin(base) is tuple:
             if not isinstance(value, (tuple, list)):
                 refuse(name, value, allowed)
-            return tuple(self._number(float, name, item, allowed) for item in value)
+            return tuple(self._number(typing.get_args(base)[0], name, item, allowed) for item in value)
         if not isinstance(value, base):
             refuse(name, value, allowed)
         if self.choices and value not in self.allowed():

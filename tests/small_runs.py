@@ -7,7 +7,8 @@ import functools
 import io
 import json
 import random
-from collections.abc import Callable
+import resource
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,17 @@ def config(corpus: str, kind: str = "mhc", **groups: dict[str, Any]) -> Config:
 def run(made: Config, folder: str | Path, devices: int = 1) -> int:
     """``mhc.train.run.run`` on the first devices: eight take long on few cores."""
     return runs.Run(made, folder, devices=jax.devices()[:devices]).execute()
+
+
+@contextlib.contextmanager
+def small_disk(size: int) -> Iterator[None]:
+    """No file may become larger meanwhile: what a full disk is to a program, with another reason."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def on_demand(make: Callable[..., Path]) -> Callable[..., Path]:

@@ -20,6 +20,8 @@ FLOORS = {
     "mhc.rules": 0,
     "mhc.kinds": 0,
     "mhc.config": 0,
+    "mhc.room": 0,
+    "mhc.streams": 0,
     "mhc.cli": 1,
     "mhc.remote": 1,
     "mhc.rng": 1,

@@ -61,8 +61,13 @@ def parse_slice(text: str) -> Slice:
 
 
 def devices_of(slice_: Slice) -> list[Any]:
-    """The devices of a slice that is not there. Raises UserError where libtpu is missing or does not know it."""
+    """Return the devices of a slice that is not there.
+
+    Raises UserError where libtpu is missing, in use by a process that does not share it, or does not know the slice.
+    """
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+    # libtpu's lock is there for chips; no chip is touched here, and several steps may be compiled at once.
+    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
     import jax
     from jax.experimental import topologies
 
@@ -72,6 +77,11 @@ def devices_of(slice_: Slice) -> list[Any]:
         options = {"chips_per_host_bounds": [1, 1, 1]} if slice_.chips == 1 else {}
         topology = topologies.get_topology_desc(platform="tpu", topology_name=name, **options)
     except (RuntimeError, ValueError, NotImplementedError) as error:
+        if "lockfile" in str(error):
+            raise UserError(
+                "--topology: libtpu is in use by another process of this machine; wait until that has ended, or let "
+                "several use it: ALLOW_MULTIPLE_LIBTPU_LOAD=1"
+            ) from None
         first = (str(error).splitlines() or ["no reason given"])[0]
         raise UserError(f"--topology: libtpu has no {slice_}: {first} (pip install -e '.[tpu]')") from None
     return list(topology.devices)

@@ -77,6 +77,7 @@ class _Files:
         self.names = [place.name for place in self.places]
         self._plain = [self._local(place) for place in self.places]
         sizes = [path.stat().st_size for path in self._plain]
+        self.file_sizes = dict(zip(self.names, sizes, strict=True))
         index = self._load_index(sizes)
         if not len(index.start):
             raise UserError(f"{self.label} is empty: {len(self.places)} file(s) without any {self.unit}")

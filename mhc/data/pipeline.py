@@ -26,7 +26,7 @@ import numpy as np
 
 from mhc.config import DataConfig
 from mhc.data.fidelity import share_lost
-from mhc.data.files import piece_size
+from mhc.data.files import TextFiles, TokenFiles, piece_size
 from mhc.data.mixture import Assignment
 from mhc.data.orders import Encode, fingerprint, open_corpus, open_orders
 from mhc.data.packed import PLACES, PackedDataset, Packing
@@ -113,6 +113,11 @@ class TrainIterator:
         places = {name: state[name].tolist() for name in PLACES}
         batches = {} if self._assign is None else {"batches": int(state["batches"])}
         return {**self._identity, **batches, "rows": self._rows, **places}
+
+    def files(self) -> dict[str, dict[str, int]]:
+        """Return {source as the user named it: {file: bytes, unpacked}}, of those that are read as files."""
+        sources = [order.source for order in self._orders]
+        return {one.label: one.file_sizes for one in sources if isinstance(one, TextFiles | TokenFiles)}
 
     def describe(self, state: dict[str, Any]) -> list[dict[str, Any]]:
         """Where each row of the batch after ``state`` begins: row, document (file and place), offset in its piece."""

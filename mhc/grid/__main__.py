@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from mhc import cli
+from mhc import cli, streams
 from mhc.errors import UserError, did_you_mean
 from mhc.grid import collect as tables
 from mhc.grid import devices, gke, local, plan, slurm
@@ -29,7 +29,7 @@ FILE is a grid such as configs/grids/topologies.py; FILE:TEXT calls its get_grid
 
 
 def say(line: str) -> None:
-    """One line for the user, at once."""
+    """Write a line for the user, at once; raises where nobody reads it any more."""
     sys.stdout.write(line + "\n")
     sys.stdout.flush()
 
@@ -38,7 +38,7 @@ def main(arguments: Sequence[str]) -> int:
     """Reads the command line and does what it says.
 
     Returns the exit code: 0 every arm finished or was halted by its guard (was submitted, written), 1 some did not, 2 a
-    user's mistake, 128 + the signal after one.
+    user's mistake, 6 the disk is full, 128 + the signal after one.
     """
     commands = {"run": run, "status": status, "retry": retry, "collect": collect}
     if not arguments or arguments[0] in ("-h", "--help"):
@@ -82,7 +82,7 @@ def run(arguments: Sequence[str]) -> int:
     stored = plan.store(planned, workdir)
     others = len(stored.arms) - len(planned.arms)
     if others:
-        say(f"{workdir}: keeps {others} arms that {options.file} no longer lists")
+        streams.say(f"{workdir}: keeps {others} arms that {options.file} no longer lists")
     return _launch(planned, stored, workdir, options, slots, pod, retry=())
 
 
@@ -231,7 +231,7 @@ def _launch(
         early = [arm for arm, (source, count) in sources.items() if not folders.finished(workdir / source, count)]
         steps = {arm: count for arm, count in steps.items() if arm not in early}
         if early:
-            say(f"{len(early)} arms branch from arms that have not finished: left for the same command, then")
+            streams.say(f"{len(early)} arms branch from arms that have not finished: left for the same command, then")
     if pod is not None:
         left = [arm for arm in steps if _wanted(workdir / arm, steps[arm], arm in retry)]
         files = gke.write(planned, left, pod, workdir)
@@ -248,14 +248,14 @@ def _launch(
         for name in ("partition", "account"):
             if getattr(options, f"slurm_{name}"):
                 parameters[f"slurm_{name}"] = getattr(options, f"slurm_{name}")
-        jobs = slurm.submit(workdir, steps, parameters, retry=retry, say=say)
-        say(f"{workdir}: {len(jobs)} jobs submitted")
+        jobs = slurm.submit(workdir, steps, parameters, retry=retry, say=streams.say)
+        streams.say(f"{workdir}: {len(jobs)} jobs submitted")
         return 0
-    code = local.Runner(workdir, steps, slots, retry=retry, sources=sources, say=say).run()
+    code = local.Runner(workdir, steps, slots, retry=retry, sources=sources, say=streams.say).run()
     states = {arm: folders.state(workdir / arm, count) for arm, count in steps.items()}
-    say(f"{workdir}: {_counts(states.values())}")
+    streams.say(f"{workdir}: {_counts(states.values())}")
     if any(state == "failed" for state in states.values()):
-        say(f"failed arms: their output is in arm.log; python -m mhc.grid retry --workdir {workdir}")
+        streams.say(f"failed arms: their output is in arm.log; python -m mhc.grid retry --workdir {workdir}")
     return code
 
 

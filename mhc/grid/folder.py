@@ -22,6 +22,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from mhc import room
 from mhc.errors import UserError
 from mhc.monitor.writers import read_json, write_json
 
@@ -32,8 +33,9 @@ STATES = ("finished", "running", "submitted", "interrupted", "pending", "halted"
 LAST_LINES = 20
 
 _HALTED = 3  # the exit code of a run that its guard halted
-# Ends that somebody outside brought about: what is left is continued, not reported as the arm's failure.
+# Ends that something outside brought about: what is left is continued, not reported as the arm's failure.
 _STOPPED = {-signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP, 128 + signal.SIGINT, 128 + signal.SIGTERM}
+_STOPPED |= {room.NO_ROOM}
 
 
 class Claim:
@@ -211,7 +213,8 @@ class Attempt:
                 pass_fds=(claim.fileno(),),
                 start_new_session=True,
             )
-        write_json(folder / RECORD, {**note, "pid": process.pid})
+        with contextlib.suppress(room.NoRoom):  # the arm runs all the same
+            write_json(folder / RECORD, {**note, "pid": process.pid})
         return cls(folder.name, folder, steps, claim, process, offset, begun_at)
 
     def stop(self) -> None:
@@ -242,8 +245,11 @@ class Attempt:
             "seconds": time.time() - self.began,
             "last_lines": [] if outcome == "finished" else self._last_lines(),
         }
-        write_json(self.folder / RECORD, note)
-        self.claim.release()
+        try:
+            with contextlib.suppress(room.NoRoom):  # without it the arm counts as interrupted: nobody runs it any more
+                write_json(self.folder / RECORD, note)
+        finally:
+            self.claim.release()
         return note
 
     def _outcome(self, code: int) -> str:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 
+from mhc import room, streams
 from mhc.grid import folder as folders
 from mhc.grid.devices import Slot
 from mhc.grid.folder import Attempt, Claim
@@ -71,16 +72,18 @@ class Runner:
         say: takes a line for the user.
         """
         self.workdir, self.arms, self.slots = workdir, arms, slots
-        self.retry, self.command, self.say = set(retry), command, say
+        self.retry, self.command, self._say = set(retry), command, say
         self.sources = sources or {}
         self.running: dict[int, Attempt] = {}  # by slot
         self.attempted: set[str] = set()
         self.waited: set[str] = set()  # arms not started for the time being, or at all, that were told to the user
         self.asked, self.signal = 0, 0  # signals received, and the last one
         self.told = 0  # signals passed on
+        self.full: str | None = None  # the line of a full disk: no further arm is started
 
     def run(self) -> int:
-        """Run them. Returns 0 where all finished or were halted by the guard, 1 where not, 128 + signal after one."""
+        """Run them. Returns 0 where all finished or were halted by the guard, 1 where not, 128 + signal after one, and
+        `room.NO_ROOM` where the disk is full: then no further arm is started, and those that run end."""
         with self._signals():
             while True:
                 self._reap()
@@ -89,11 +92,20 @@ class Runner:
                     if not self.running:
                         self.say("stopped; the same command continues")
                         return 128 + self.signal
+                elif self.full is not None:
+                    if not self.running:
+                        self.say(f"{self.full}; the same command continues")
+                        return room.NO_ROOM
                 elif not self._fill() and not self.running:
                     break
                 time.sleep(_POLL)
         ends = {folders.state(self.workdir / arm, steps) for arm, steps in self.arms.items()}
         return 0 if ends <= {"finished", "halted"} else 1
+
+    def say(self, line: str) -> None:
+        """Tell the user a line; that nobody hears it any more stops no arm."""
+        with contextlib.suppress(OSError, ValueError, streams.ClosedPipe):
+            self._say(line)
 
     def _fill(self) -> bool:
         """Start an arm in every free slot. Returns whether an arm is left to run or to wait for."""
@@ -113,7 +125,12 @@ class Runner:
             ]
             if not free:
                 return True
-            self._start(arm, steps, free[0])
+            try:
+                with room.writing(self.workdir / arm):
+                    self._start(arm, steps, free[0])
+            except room.NoRoom as full:
+                self.full = str(full)
+                return True
         return left
 
     def _ready(self, arm: str) -> bool:
@@ -163,14 +180,18 @@ class Runner:
             return
         before = folders.last_metrics(folder).get("step", 0)
         self.say(f"{arm}: " + (f"continues from its checkpoint (step {before} logged)" if before else "starts"))
-        attempt = Attempt.start(
-            folder,
-            steps,
-            claim,
-            self.command(self.workdir, arm),
-            environment={**environment(self.workdir), **slot.environment},
-            details={"launcher": "local", "devices": slot.devices},
-        )
+        try:
+            attempt = Attempt.start(
+                folder,
+                steps,
+                claim,
+                self.command(self.workdir, arm),
+                environment={**environment(self.workdir), **slot.environment},
+                details={"launcher": "local", "devices": slot.devices},
+            )
+        except (OSError, room.NoRoom):
+            claim.release()
+            raise
         if slot.cores:
             # In time: threads inherit it, and the interpreter starts slower than this call.
             with contextlib.suppress(OSError):
@@ -196,9 +217,11 @@ class Runner:
                 continue
             del self.running[number]
             words = f"{attempt.name}: {note['state']} after {duration(note['seconds'])}"
-            if note["state"] in ("failed", "halted"):
-                last = note["last_lines"][-1] if note["last_lines"] else "no output"
+            last = note["last_lines"][-1] if note["last_lines"] else "no output"
+            if note["state"] in ("failed", "halted") or note["exit_code"] == room.NO_ROOM:
                 words += f" (exit code {note['exit_code']}): {last}"
+            if note["exit_code"] == room.NO_ROOM:
+                self.full = f"{self.workdir}: there is no room for {attempt.name}: {last.removeprefix('error: ')}"
             done = sum(folders.settled(self.workdir / arm, steps) == "finished" for arm, steps in self.arms.items())
             self.say(f"{words} [{done}/{len(self.arms)} finished]")
 

@@ -20,7 +20,7 @@ import textwrap
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -28,7 +28,11 @@ from mhc import cli, kinds, remote
 from mhc import config as configs
 from mhc.config import Config
 from mhc.errors import UserError
+from mhc.interop.folder import GENERATION
 from mhc.monitor.writers import read_json, read_jsonl, write_json
+
+if TYPE_CHECKING:
+    from mhc.data.tokenizers import Tokenizer
 
 SHARD = 5_000_000_000  # bytes of the largest file
 VERSION = 1  # of our format
@@ -69,8 +73,7 @@ def export(run: str | Path, folder: str | Path, step: int | None = None, names: 
             if names == "hf":
                 raise
     if family is not None:
-        ids = {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id}
-        described: dict[str, Any] = written | {name: int(value) for name, value in ids.items()}
+        described: dict[str, Any] = written | generation_config(config, tokenizer)
         plan = tensors.plan(config, tensors.Layout(family.name, head=not config.head.tied))
         shapes = {name: tensor.shape for name, tensor in plan.items()}
 
@@ -88,6 +91,7 @@ def export(run: str | Path, folder: str | Path, step: int | None = None, names: 
 
     with written_whole(target) as made:
         (made / "config.json").write_text(json.dumps(described, indent=2) + "\n")
+        (made / GENERATION).write_text(json.dumps(generation_config(config, tokenizer), indent=2) + "\n")
         write_weights(made, shapes, tensor, {"format": "pt"} if family else {"format": "mhc"})
         write_tokenizer(made / "tokenizer.json", config.data.tokenizer)
         write_tokenizer_config(made / "tokenizer_config.json", config)
@@ -96,6 +100,12 @@ def export(run: str | Path, folder: str | Path, step: int | None = None, names: 
         about = card(remote.local_copy(run), loaded.step, config, family.name if family else None)
         (made / "README.md").write_text(about)
     return target
+
+
+def generation_config(config: Config, tokenizer: Tokenizer) -> dict[str, Any]:
+    """bos_token_id and eos_token_id, a list of several where a text may end in several ways; the tokeniser's first."""
+    ends = [int(end) for end in dict.fromkeys((tokenizer.eos_id, *config.data.stop_tokens))]
+    return {"bos_token_id": int(tokenizer.bos_id), "eos_token_id": ends if len(ends) > 1 else ends[0]}
 
 
 def function_fields(config: Config) -> dict[str, dict[str, Any]]:

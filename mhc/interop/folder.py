@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import shutil
 from collections.abc import Iterator, Mapping
@@ -12,10 +13,14 @@ from typing import Any
 
 import numpy as np
 
+from mhc import room
 from mhc.errors import UserError
-from mhc.interop.safetensors import FLOATS, SafetensorsFile, listed
+from mhc.interop.safetensors import LFS, POINTER, SafetensorsFile, listed
+
+log = logging.getLogger(__name__)
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+GENERATION = "generation_config.json"
 
 
 @contextlib.contextmanager
@@ -25,7 +30,7 @@ def written_whole(target: Path) -> Iterator[Path]:
     What a killed process left of an earlier attempt is removed.
 
     Raises:
-      UserError: the folder cannot be made.
+      UserError: the folder cannot be made; NoRoom where the disk is full.
     """
     for left in target.parent.glob(f".{target.name}.*") if target.parent.is_dir() else ():
         number = left.name.rpartition(".")[2]
@@ -35,9 +40,10 @@ def written_whole(target: Path) -> Iterator[Path]:
     try:
         made.mkdir(parents=True)
     except OSError as error:
-        raise UserError(f"{target}: the folder cannot be made: {error.strerror}") from None
+        raise room.kind(error)(f"{target}: the folder cannot be made: {error.strerror}") from None
     try:
-        yield made
+        with room.writing(target):
+            yield made
         if target.exists():
             target.rmdir()
         made.rename(target)
@@ -58,36 +64,41 @@ def _runs(process: int) -> bool:
 class HfFolder(Mapping[str, np.ndarray]):
     """The tensors of a folder by name, each read when it is asked for, float32; ``config`` is its config.json.
 
-    Every file's header is read and checked when the folder is opened, no tensor is.
+    Every file's header is read and checked when the folder is opened, no tensor is. What a tensor is stored as is asked
+    of those alone that are wanted (``check_dtype``, and reading one): a folder may hold others.
 
     Raises:
-      UserError: no such folder, config or shard, a damaged file, or a tensor that is no float of 16 or 32 bits.
+      UserError: no such folder, config or shard, or a damaged file.
     """
 
     def __init__(self, folder: str | Path):
         self.path = Path(folder)
         if not self.path.is_dir():
             raise UserError(f"{folder}: no such folder" if not self.path.exists() else f"{folder}: not a folder")
-        self.config = _json(self.path / "config.json")
+        self.config = read_object(self.path / "config.json")
         self._files: dict[str, SafetensorsFile] = {}
+        self._where: dict[str, str] = {}  # by the index
         for file in self._shards():
-            for name, entry in file.entries.items():
+            for name in file.entries:
+                if self._where.get(name, file.path.name) != file.path.name:
+                    continue  # the index has it in another file
                 if name in self._files:
                     raise UserError(f"{file.path}: {name} is also in {self._files[name].path.name}")
-                if entry.dtype not in FLOATS:
-                    raise UserError(f"{file.path}: {name} is {entry.dtype}, allowed: {', '.join(FLOATS)}")
                 self._files[name] = file
 
     def _shards(self) -> list[SafetensorsFile]:
         single, index = self.path / SINGLE, self.path / INDEX
         if single.is_file():
+            named = read_object(index).get("weight_map") if index.is_file() else None
+            if isinstance(named, dict) and set(map(str, named.values())) - {SINGLE}:
+                log.warning("%s: %s is read, not the files that %s names", self.path, SINGLE, INDEX)
             return [SafetensorsFile(single)]
         if not index.is_file():
             found = sorted(entry.name for entry in self.path.glob("*.safetensors"))
             other = sorted(entry.name for entry in self.path.glob("*.bin"))
             hint = f"; there is {listed(found or other, 3)}" if found or other else ""
             raise UserError(f"{self.path}: neither {SINGLE} nor {INDEX}{hint}")
-        where = _json(index).get("weight_map")
+        where = read_object(index).get("weight_map")
         if not isinstance(where, dict) or not all(isinstance(file, str) for file in where.values()):
             raise UserError(f"{index}: weight_map is missing or no mapping of tensors to files")
         names = sorted(set(where.values()))
@@ -100,11 +111,16 @@ class HfFolder(Mapping[str, np.ndarray]):
         lost = [name for name, file in where.items() if name not in files[file].entries]
         if lost:
             raise UserError(f"{index}: tensors that are not in the shard it names for them: {listed(lost)}")
+        self._where = where
         return list(files.values())
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Of a tensor, without reading it."""
         return self._files[name].entries[name].shape
+
+    def check_dtype(self, name: str) -> None:
+        """Raises UserError where a tensor is no float of 16 or 32 bits."""
+        self._files[name].check_dtype(name)
 
     def __getitem__(self, name: str) -> np.ndarray:
         return self._files[name].read(name)
@@ -116,13 +132,19 @@ class HfFolder(Mapping[str, np.ndarray]):
         return len(self._files)
 
 
-def _json(path: Path) -> dict[str, Any]:
+def read_object(path: Path) -> dict[str, Any]:
+    """The JSON object in a file. Raises UserError where it cannot be read, or holds something else."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        content = path.read_bytes()
+        if content.startswith(LFS):
+            raise UserError(f"{path}: {POINTER}")
+        found = json.loads(content.decode("utf-8-sig"))
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror}") from None
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise UserError(f"{path}: not JSON: {error}") from None
+    except RecursionError:
+        raise UserError(f"{path}: not JSON that can be read: it is nested too deeply") from None
     if not isinstance(found, dict):
         raise UserError(f"{path}: not a JSON object")
     return found

@@ -113,7 +113,10 @@ def merged(raw: Mapping[str, Any], groups: Mapping[str, Mapping[str, Any]]) -> C
 def check_source(
     config: Config, raw: Mapping[str, Any], source: Mapping[str, np.ndarray], layout: Layout
 ) -> dict[str, Tensor]:
-    """The plan of a source, checked against the names, shapes and dtypes of its tensors. Nothing is read."""
+    """The plan of a source, checked against the names, shapes and dtypes of its tensors. Nothing is read.
+
+    What is left out, or is not of this model at all, may have any dtype.
+    """
     wanted = tensors.plan(config, layout)
     where = str(source.path) if isinstance(source, HfFolder) else layout.family
     shapes: dict[str, tuple[int, ...]] = {}
@@ -121,16 +124,24 @@ def check_source(
     for name in source:
         if name not in wanted and tensors.ignored(name, config, raw):
             left_out.append(name)
-        elif isinstance(source, HfFolder):
+            continue
+        if isinstance(source, HfFolder):
             shapes[name] = source.shape(name)
         else:
             shapes[name] = tuple(source[name].shape)
-            if str(source[name].dtype).removeprefix("torch.") not in _FLOATS:
-                raise UserError(f"{where}: {name} is {source[name].dtype}, allowed: {', '.join(_FLOATS)}")
+        if name in wanted:
+            _check_dtype(source, name, where)
     tensors.check(wanted, shapes, where)
     if left_out:
         log.warning("%s: left out, no part of the function: %s", where, tensors.listed(left_out))
     return wanted
+
+
+def _check_dtype(source: Mapping[str, np.ndarray], name: str, where: str) -> None:
+    if isinstance(source, HfFolder):
+        source.check_dtype(name)
+    elif str(source[name].dtype).removeprefix("torch.") not in _FLOATS:
+        raise UserError(f"{where}: {name} is {source[name].dtype}, allowed: {', '.join(_FLOATS)}")
 
 
 def _check_tied(config: Config, source: Mapping[str, np.ndarray], layout: Layout) -> None:

@@ -17,11 +17,14 @@ import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mhc import cli
 from mhc import config as configs
 from mhc.errors import UserError
+
+if TYPE_CHECKING:
+    from mhc.interop.folder import HfFolder
 
 TOKENIZER = "tokenizer.json"
 
@@ -51,12 +54,13 @@ def import_hf(folder: str | Path, workdir: str | Path, overrides: Mapping[str, A
 
     from mhc.data import tokenizers
     from mhc.interop import families, hf
-    from mhc.interop.folder import HfFolder, written_whole
+    from mhc.interop.folder import GENERATION, HfFolder, read_object, written_whole
     from mhc.monitor.writers import write_json
     from mhc.sharding import make_mesh
     from mhc.train.checkpoint import save_weights
 
     source = HfFolder(folder)
+    generation = read_object(source.path / GENERATION) if (source.path / GENERATION).is_file() else {}
     groups: dict[str, dict[str, Any]] = {}
     for name, value in (overrides or {}).items():
         group, _, field = name.partition(".")
@@ -67,11 +71,15 @@ def import_hf(folder: str | Path, workdir: str | Path, overrides: Mapping[str, A
     if copied:
         data["tokenizer"] = str(source_tokenizer)  # read from there; its own place is named once it lies there
     config = hf.merged(source.config, groups)
-    special = special_tokens(source_tokenizer, source.config) if copied else {}
+    special = special_tokens(source_tokenizer, source.config, generation) if copied else {}
     if copied:
         configs.resolve(config, tokenizers.JsonTokenizer(source_tokenizer, special).vocab_size)
     elif "tokenizer" in data:
         configs.resolve(config, tokenizers.load(config.data.tokenizer).vocab_size)
+    if "stop_tokens" not in data:
+        ends = stop_tokens(source, generation, special)
+        chosen = tuple(token for token in ends if token < config.vocab_size)  # no other is ever made
+        config = dataclasses.replace(config, data=dataclasses.replace(config.data, stop_tokens=chosen))
     mesh: Mesh | None = make_mesh(config.mesh)
     if max(config.mesh.fsdp, config.mesh.tensor, config.mesh.expert) == 1:
         mesh = None  # every device would hold the same: one is enough to write it
@@ -89,9 +97,9 @@ def import_hf(folder: str | Path, workdir: str | Path, overrides: Mapping[str, A
     return target
 
 
-def special_tokens(tokenizer: Path, config: Mapping[str, Any]) -> dict[str, str]:
+def special_tokens(tokenizer: Path, *configs: Mapping[str, Any]) -> dict[str, str]:
     """{bos_token, eos_token} of a model as ``tokenizer_config.json`` names them: from the file of that name beside its
-    tokenizer.json, else by the ids in its config.json; what neither has is left out."""
+    tokenizer.json, else by the ids in the first of its configs that has one; what none has is left out."""
     import tokenizers as library
 
     from mhc.data.tokenizers import declared_special
@@ -102,12 +110,36 @@ def special_tokens(tokenizer: Path, config: Mapping[str, Any]) -> dict[str, str]
     except Exception:  # the library raises bare Exception; whoever reads the file says what is wrong with it
         return found
     for name in ("bos_token", "eos_token"):
-        ids = config.get(f"{name}_id")
-        first = ids[0] if isinstance(ids, list) and ids else ids
-        token = names.id_to_token(first) if isinstance(first, int) and first >= 0 else None
-        if name not in found and token is not None:
-            found[name] = token
+        for config in configs:
+            ids = config.get(f"{name}_id")
+            first = ids[0] if isinstance(ids, list) and ids else ids
+            token = names.id_to_token(first) if isinstance(first, int) and 0 <= first < 2**32 else None
+            if name not in found and token is not None:
+                found[name] = token
     return found
+
+
+def stop_tokens(source: HfFolder, generation: Mapping[str, Any], special: Mapping[str, str]) -> tuple[int, ...]:
+    """Return every id that a folder says ends a text: ``eos_token_id`` of its config.json and generation_config.json,
+    one id or several, and the ``eos_token`` of its tokeniser.
+
+    Raises: UserError where one of them is no id.
+    """
+    import tokenizers as library
+
+    from mhc.interop.folder import GENERATION
+
+    found: list[int] = []
+    for name, described in (("config.json", source.config), (GENERATION, generation)):
+        given = described.get("eos_token_id")
+        ids = given if isinstance(given, list) else [] if given is None else [given]
+        if not all(isinstance(one, int) and not isinstance(one, bool) for one in ids):
+            raise UserError(f"{source.path / name}: eos_token_id: given {given!r}, allowed: an id, or a list of ids")
+        found += [one for one in ids if one >= 0]  # -1: none
+    if "eos_token" in special:
+        named = library.Tokenizer.from_file(str(source.path / TOKENIZER)).token_to_id(special["eos_token"])
+        found += [] if named is None else [named]
+    return tuple(dict.fromkeys(found))
 
 
 def main(arguments: Sequence[str]) -> int:

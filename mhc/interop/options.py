@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 from mhc.errors import UserError
@@ -24,8 +24,16 @@ typical_p unk_token_id use_bfloat16 use_cache
 HARMLESS = frozenset(_HARMLESS.split())
 
 
+REFUSED = object()  # what null means where an option has no such value
+_MOST = 2**31 - 1  # of a size
+
+
 class Options:
-    """The options of a config, or of a mapping inside of one (``under``)."""
+    """The options of a config, or of a mapping inside of one (``under``).
+
+    An option that is absent and one that is null are two things: the former is the default of the family's class, the
+    latter a value, which each call gives a meaning of its own or refuses.
+    """
 
     def __init__(self, raw: Mapping[str, Any], family: str, under: str = "", harmless: str = ""):
         self._raw, self.family, self._under = raw, family, under
@@ -33,50 +41,65 @@ class Options:
 
     def refuse(self, name: str, value: object, allowed: str) -> NoReturn:
         """Raises the UserError of one option."""
-        raise UserError(f"config.json of {self.family}: {self._under}{name}: given {value!r}, allowed: {allowed}")
+        given = "null" if value is None else repr(value)
+        raise UserError(f"config.json of {self.family}: {self._under}{name}: given {given}, allowed: {allowed}")
 
-    def take(self, *names: str, default: Any = None) -> Any:
-        """The value under the first of the names that has one; None counts as none."""
+    def take(self, *names: str, default: Any = None, null: Any = None) -> Any:
+        """The value under the first of the names that has one; ``null`` where one is there as null, ``default`` where
+        none is there."""
         self._asked |= set(names)
-        return next((self._raw[name] for name in names if self._raw.get(name) is not None), default)
+        there = [self._raw[name] for name in names if name in self._raw]
+        return next((value for value in there if value is not None), null if there else default)
 
-    def count(self, *names: str, default: int | None = None, low: int = 1) -> int:
-        """A whole number from ``low``."""
-        value = self.take(*names, default=default)
+    def _size(self, names: Sequence[str], default: Any, null: Any, kind: str) -> tuple[str, Any]:
+        """(name, value) as ``take``, of a number. Refuses two names of one thing that say different things."""
+        value = self.take(*names, default=default, null=null)
+        name = next((name for name in names if self._raw.get(name) is not None), names[0])
+        if value is REFUSED:
+            self.refuse(next(name for name in names if name in self._raw), None, kind)
         if value is None:
             raise UserError(f"config.json of {self.family}: {self._under}{names[0]} is missing")
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or value != int(value) or value < low:
-            self.refuse(names[0], value, f"a whole number from {low}")
-        return int(value)
+        for other in names:
+            if self._raw.get(other) not in (None, value):
+                self.refuse(other, self._raw[other], f"{value!r}, as {name} has it")
+        return name, value
 
-    def number(self, *names: str, default: float | None = None) -> float:
+    def count(self, *names: str, default: int | None = None, null: Any = REFUSED, low: int = 1) -> int:
+        """A whole number from ``low``, under any of the names of one thing."""
+        kind = f"a whole number from {low}"
+        name, value = self._size(names, default, null, kind)
+        whole = isinstance(value, (int, float)) and not isinstance(value, bool) and low <= value <= _MOST
+        return int(value) if whole and value == int(value) else self.refuse(name, value, kind)
+
+    def number(self, *names: str, default: float | None = None, null: Any = REFUSED) -> float:
         """A finite number."""
-        value = self.take(*names, default=default)
-        if value is None:
-            raise UserError(f"config.json of {self.family}: {self._under}{names[0]} is missing")
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) < float("inf"):
-            self.refuse(names[0], value, "a number")
-        return float(value)
+        name, value = self._size(names, default, null, "a number")
+        finite = isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 1e300
+        return float(value) if finite else self.refuse(name, value, "a number")
 
     def flag(self, name: str, default: bool) -> bool:
-        """True or False."""
-        value = self.take(name, default=default)
+        """True or False, which null is too."""
+        value = self.take(name, default=default, null=False)
         return value if isinstance(value, bool) else self.refuse(name, value, "true or false")
 
-    def only(self, name: str, wanted: Any, why: str) -> None:
-        """Refuse every value but one; an absent option has it."""
-        value = self.take(name, default=wanted)
+    def only(self, name: str, wanted: Any, why: str, *, null: bool | None = None) -> None:
+        """Refuse every value but one; an absent option has it.
+
+        ``null``: whether null is it too; None: where the value is false, as null is.
+        """
+        value = self.take(name, default=wanted, null=wanted if (not wanted if null is None else null) else None)
         if value != wanted or isinstance(value, bool) != isinstance(wanted, bool):
             self.refuse(name, value, f"{wanted!r}: {why}")
 
     def choice(self, name: str, choices: Mapping[str, str], default: str) -> str:
         """What one of the choices stands for."""
         value = self.take(name, default=default)
-        return choices[value] if value in choices else self.refuse(name, value, " or ".join(choices))
+        known = isinstance(value, str) and value in choices
+        return choices[value] if known else self.refuse(name, value, " or ".join(choices))
 
     def mapping(self, name: str) -> Mapping[str, Any]:
-        """A mapping, empty where there is none."""
-        value = self.take(name, default={})
+        """A mapping, empty where there is none, or null."""
+        value = self.take(name, default={}, null={})
         return value if isinstance(value, Mapping) else self.refuse(name, value, "an object")
 
     def finish(self) -> None:

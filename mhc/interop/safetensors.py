@@ -20,6 +20,8 @@ from mhc.errors import UserError
 FLOATS = {"F32": 4, "F16": 2, "BF16": 2}  # what weights may come as, and the bytes of one number
 _SIZES = FLOATS | {"F64": 8, "I64": 8, "U64": 8, "I32": 4, "U32": 4, "I16": 2, "U16": 2, "I8": 1, "U8": 1, "BOOL": 1}
 _SIZES |= {"F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1}
+LFS = b"version https://git-lfs"  # how a pointer of git-lfs begins
+POINTER = "a git-lfs pointer, not the file itself: fetch that with git lfs pull"
 _LARGEST_HEADER = 100_000_000  # bytes; the format's own limit
 
 
@@ -44,7 +46,10 @@ class SafetensorsFile:
         try:
             with path.open("rb") as file:
                 size = os.fstat(file.fileno()).st_size
-                length = int.from_bytes(file.read(8), "little") if size >= 8 else -1
+                start = file.read(8)
+                length = int.from_bytes(start, "little") if size >= 8 else -1
+                if LFS.startswith(start) and size >= 8:
+                    raise UserError(f"{path}: {POINTER}")
                 if not 0 <= length <= min(size - 8, _LARGEST_HEADER):
                     raise UserError(f"{path}: not a safetensors file, or cut off within its header ({size} bytes)")
                 header = json.loads(file.read(length))
@@ -80,15 +85,19 @@ class SafetensorsFile:
             what = "truncated" if held < at else "longer than its header says"
             raise UserError(f"{self.path}: {what}: the header names {at} bytes of tensors, the file holds {held}")
 
+    def check_dtype(self, name: str) -> None:
+        """Raises UserError where the dtype of a tensor is not one of FLOATS."""
+        if self.entries[name].dtype not in FLOATS:
+            raise UserError(f"{self.path}: {name} is {self.entries[name].dtype}, allowed: {', '.join(FLOATS)}")
+
     def read(self, name: str) -> np.ndarray:
         """One tensor as float32, C order.
 
         Raises:
           UserError: its dtype is not one of FLOATS.
         """
+        self.check_dtype(name)
         entry = self.entries[name]
-        if entry.dtype not in FLOATS:
-            raise UserError(f"{self.path}: {name} is {entry.dtype}, allowed: {', '.join(FLOATS)}")
         with self.path.open("rb", buffering=0) as file:
             file.seek(self._start + entry.begin)
             raw, got = np.empty(entry.end - entry.begin, np.uint8), 0

@@ -56,7 +56,7 @@ def layout(family: Family, raw: Mapping[str, object], names: Iterable[str]) -> L
         family.name,
         bare=family.embedding in known and family.prefix + family.embedding not in known,
         fused=any(name.endswith(".mlp.experts.gate_up_proj") for name in known),
-        interleaved=raw.get("rope_interleave") is not False,
+        interleaved=raw.get("rope_interleave", True) is True,  # null is false
         head="lm_head.weight" in known,
     )
 
@@ -288,11 +288,12 @@ def _experts(p: _Plan, name: str, path: str, i: int) -> None:
 # Checks and copies ----------------------------------------------------------------------------------------------------
 
 # Buffers of old files, which hold no weights.
-_BUFFERS = re.compile(r"(^|\.)(attn\.(masked_)?bias|rotary_emb\.inv_freq)$")
+_BUFFERS = re.compile(r"(^|\.)(attn\.(masked_)?bias|rotary_emb\.((original_)?inv_freq|(cos|sin)_cached))$")
 # Of a layer behind the model's own (multi-token prediction): names that only such a layer has, or those of any layer.
 _NEXT = re.compile(
     r"(model\.)?layers\.(\d+)\.(enorm|hnorm|eh_proj|embed_tokens|shared_head\.(norm|head)|input_layernorm"
-    r"|post_attention_layernorm|self_attn\.\w+|mlp\..+)\.(weight|e_score_correction_bias)$"
+    r"|post_attention_layernorm|self_attn\.\w+|mlp\..+)"
+    r"\.(weight|e_score_correction_bias|weight_scale(_inv)?|input_scale)$"  # scales: of 8-bit weights
 )
 
 

@@ -120,6 +120,13 @@ def spike_score(
     return (float(flags.mean()) if len(flags) else 0.0), flags
 
 
+def judged_score(series: ArrayLike, *, min_history: int = 100) -> float | None:
+    """Return the spike score of a series, None where too little history came before any of its values to judge one."""
+    score, flags = spike_score(series, min_history=min_history)
+    finite = int(np.isfinite(_series(series)).sum())
+    return score if finite > min_history or flags.any() else None
+
+
 def zclip(norms: ArrayLike, *, alpha: float = 0.97, threshold: float = 2.5, warmup: int = 25) -> Floats:
     """Gradient norms after adaptive clipping (ZClip, arXiv:2504.02507, reciprocal rule).
 

@@ -113,8 +113,8 @@ def judge(config: Config, state: GuardState, loss: jax.Array, norm: jax.Array) -
     apply, scale, spike, z_loss, z_norm = finite, None, None, None, None
     losses, norms, zclip, frozen = state.losses, state.norms, state.zclip, state.frozen
     if losses is not None and norms is not None:
-        z_loss = losses.zscore(loss, monitor.zscore_min_history)
-        z_norm = norms.zscore(norm, monitor.zscore_min_history)
+        z_loss = losses.zscore(loss, config.zscore_min_history)
+        z_norm = norms.zscore(norm, config.zscore_min_history)
         spike = (z_loss > monitor.zscore_threshold) | (z_norm > monitor.zscore_threshold) | ~finite
         apply = apply & ~spike
         losses, norms = losses.push(loss), norms.push(norm)  # skipped values enter the history

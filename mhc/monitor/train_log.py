@@ -13,6 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, TextIO
 
+from mhc import streams
 from mhc.errors import UserError
 
 FILE = "train.log"
@@ -23,7 +24,7 @@ def _now() -> str:
 
 
 class TrainLog:
-    """Appends lines, each with its time (UTC), to a file; any thread may write.
+    """Appends lines, each with its time (UTC), to a file; any thread may write. What there is no room for is left out.
 
     Args:
       path: the file. A torn last line, left by a crash, is ended first.
@@ -34,8 +35,7 @@ class TrainLog:
         self.path = Path(path)
         torn = self.path.is_file() and not self.path.read_bytes().endswith(b"\n")
         self._file = self.path.open("ab", buffering=0)
-        if torn and self.path.stat().st_size:
-            self._file.write(b"\n")
+        self._torn = torn and self.path.stat().st_size > 0  # a line that is still to be ended
         self._clock = clock
         self._lock = threading.Lock()
         self._part = ""  # of a line that came in pieces
@@ -69,14 +69,18 @@ class TrainLog:
             self._file.close()
 
     def _write(self, text: str) -> None:
-        if not self._file.closed:
-            self._file.write("".join(f"{self._clock()} {line}\n" for line in text.split("\n")).encode())
+        if self._file.closed:
+            return
+        lines = "".join(f"{self._clock()} {line}\n" for line in text.split("\n")).encode()
+        with contextlib.suppress(OSError):
+            whole = b"\n" * self._torn + lines
+            self._torn = self._file.write(whole) < len(whole)
 
     @contextlib.contextmanager
     def keeping_stderr(self) -> Iterator[None]:
         """What is written to ``sys.stderr`` meanwhile is written here too, and so is what ends it, when that raises."""
         before = sys.stderr
-        sys.stderr = _Both(before, self)
+        sys.stderr = _Both(streams.unfailing(before), self)
         try:
             yield
         except BaseException:

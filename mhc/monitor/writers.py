@@ -6,19 +6,25 @@ None, arrays, lists of numbers, or mappings of names to numbers.
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
+import logging
 import math
 import os
 import secrets
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
 import numpy as np
 
+from mhc import room, streams
 from mhc.errors import UserError
+
+log = logging.getLogger(__name__)
 
 Record = Mapping[str, Any]
 
@@ -52,6 +58,9 @@ class JsonlWriter:
     line parses under a strict parser, and ``read_jsonl`` turns the strings back into floats. Arrays (numpy, jax) become
     lists, zero-dimensional ones numbers.
 
+    A line that the disk has no room for is kept and written with a later one, so that training goes on meanwhile;
+    ``flush`` insists.
+
     Args:
         path: the file; it and its folder are made when missing. A torn last line, left by a crash, is cut first.
     """
@@ -61,20 +70,47 @@ class JsonlWriter:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         repair(self.path)
         self._file = self.path.open("ab", buffering=0)
+        self._kept = b""  # lines that there was no room for
 
     def write(self, record: Record) -> None:
         """Append one record. Raises TypeError for a value that has no JSON form."""
-        self._file.write(_line(record))
+        before, self._kept = self._kept, self._kept + _line(record)
+        try:
+            self.flush()
+        except room.NoRoom as full:
+            if not before:
+                log.warning("%s; its lines are kept until there is room", full)
+
+    def flush(self, then: str = "") -> None:
+        """Write every line that was kept. Raises NoRoom where that cannot be; ``then`` ends its message."""
+        if self._kept:
+            with room.writing(self.path, then=then):
+                _append(self._file, self._kept)
+            self._kept = b""
 
     def close(self) -> None:
-        """Close the file."""
+        """Close the file. Lines that there is still no room for are lost."""
+        with contextlib.suppress(room.NoRoom):
+            self.flush()
         self._file.close()
 
 
 def append_jsonl(path: str | os.PathLike[str], record: Record) -> None:
     """Append one record to a file that a :class:`JsonlWriter`, of this process or another, may have open."""
     with Path(path).open("ab", buffering=0) as file:
-        file.write(_line(record))
+        _append(file, _line(record))
+
+
+def _append(file: io.FileIO, data: bytes) -> None:
+    """Append all of the bytes or none of them, where the disk has no room for all."""
+    written = 0
+    try:
+        while written < len(data):
+            written += file.write(data[written:]) or 0
+    except OSError:
+        if written:
+            file.truncate(os.fstat(file.fileno()).st_size - written)
+        raise
 
 
 def _line(record: Record) -> bytes:
@@ -142,7 +178,10 @@ def read_jsonl(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
 
 
 def write_json(path: str | os.PathLike[str], value: Any) -> None:
-    """Write one JSON document (indented, non-finite numbers as strings), replacing the file in one rename."""
+    """Write one JSON document (indented, non-finite numbers as strings), replacing the file in one rename.
+
+    Raises NoRoom where the disk is full; the file is then as it was.
+    """
     path = Path(path)
     _replace(path, json.dumps(jsonable(value), indent=2, allow_nan=False, ensure_ascii=False).encode() + b"\n")
 
@@ -204,10 +243,35 @@ class TensorBoardWriter:
     def __init__(self, directory: str | os.PathLike[str], *, purge_step: int | None = None) -> None:
         from tensorboardX import SummaryWriter  # heavy, and wanted only where monitor.tensorboard is on
 
-        self._writer = SummaryWriter(str(directory), purge_step=purge_step)
+        self._directory, self._failed = directory, False
+        with self._trying():
+            self._writer = SummaryWriter(str(directory), purge_step=purge_step)
+            # A thread of the library's writes. If it died of an error, whoever gives it records would wait for ever.
+            file = self._writer.file_writer.event_writer._ev_writer
+            for name in ("write_event", "flush", "close"):
+                setattr(file, name, self._tried(getattr(file, name)))
+
+    @contextlib.contextmanager
+    def _trying(self) -> Iterator[None]:
+        """What a full disk ends is said in a warning, once; nothing is written from then on."""
+        try:
+            yield
+        except OSError as error:
+            if not self._failed:
+                log.warning("%s: cannot be written: %s; training goes on without it", self._directory, error.strerror)
+            self._failed = True
+
+    def _tried(self, do: Callable[..., Any]) -> Callable[..., Any]:
+        def tried(*arguments: Any) -> Any:
+            with self._trying():
+                return None if self._failed else do(*arguments)
+
+        return tried
 
     def write(self, record: Record) -> None:
         """Write every number of the record at its ``step``. Raises KeyError without one."""
+        if self._failed:
+            return
         from tensorboardX.proto.summary_pb2 import Summary
 
         # One event for all: with one for each, as add_scalar makes them, a fast step would wait for the writer.
@@ -216,7 +280,8 @@ class TensorBoardWriter:
 
     def close(self) -> None:
         """Write out what is buffered and close the file."""
-        self._writer.close()
+        if hasattr(self, "_writer"):
+            self._writer.close()
 
 
 class WandbWriter:
@@ -302,7 +367,7 @@ class Progress:
         total: steps of the whole run.
         every: steps between lines where the stream is no terminal; 0: write nothing at all.
         label: put before the line, to tell runs apart.
-        stream: where to; default stderr.
+        stream: where to; default stderr. A line that it does not take is left out (`mhc.streams`).
         clock: seconds, monotonic.
 
     Attributes:
@@ -321,7 +386,7 @@ class Progress:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._total, self._every, self._label = total, every, label
-        self._stream = sys.stderr if stream is None else stream
+        self._stream = streams.unfailing(sys.stderr if stream is None else stream)
         self._clock = clock
         self._tty = self._stream.isatty()
         self._first: tuple[int, float] | None = None  # step and time of the first record: compilation is behind it
@@ -400,10 +465,14 @@ def duration(seconds: float) -> str:
 def _replace(path: Path, content: bytes) -> None:
     """Put ``content`` in place of a file (which need not exist) at once, keeping its mode."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    with temporary.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
+    try:
+        with room.writing(path), temporary.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+    except room.NoRoom:
+        temporary.unlink(missing_ok=True)
+        raise
     if path.exists():
         temporary.chmod(path.stat().st_mode & 0o7777)
     temporary.replace(path)

@@ -6,9 +6,11 @@ import contextlib
 import gc
 import logging
 import os
+import re
 import sys
 import time
 import traceback
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,7 +19,7 @@ import jax
 import orbax.checkpoint as ocp
 
 from mhc import config as configs
-from mhc import remote
+from mhc import remote, room
 from mhc.config import CheckpointConfig, Config
 from mhc.errors import UserError
 from mhc.kinds import ModuleError
@@ -28,15 +30,24 @@ from mhc.train.step import TrainState
 FOLDER = "checkpoints"
 ITEMS = ("state", "host", "config")
 
+
+def _no_full_disk(record: logging.LogRecord) -> bool:
+    """A full disk is said in one line, by whoever waits for the save, and not in each of orbax's threads."""
+    error = record.exc_info[1] if record.exc_info else None
+    return room.why_full(error or Exception(record.getMessage())) is None
+
+
 # Orbax reports every save at INFO and its own housekeeping as warnings; neither is the user's business.
 logging.getLogger("absl").setLevel(logging.ERROR)
+logging.getLogger("absl").addFilter(_no_full_disk)
 
 
 class Checkpoints:
     """The checkpoints of a run folder.
 
     A checkpoint of step s holds the state after s updates, the host's side as JSON (data position, cumulative counts)
-    and the resolved config. Saves are asynchronous; ``wait`` returns when the last one is committed.
+    and the resolved config. Saves are asynchronous; ``wait`` returns when the last one is committed. Where the disk is
+    full, ``save``, ``wait`` and ``close`` raise NoRoom, of this save or of the one before.
     """
 
     def __init__(self, workdir: Folder, policy: CheckpointConfig, *, read_only: bool = False):
@@ -50,6 +61,9 @@ class Checkpoints:
             read_only=read_only,
         )
         self._workdir = workdir
+        self._saving: int | None = None  # the step of the last save that was begun
+        self._quiet = contextlib.ExitStack()  # saves go on in other threads
+        self._quiet.enter_context(_without_late_ones())
         self._manager = ocp.CheckpointManager(_folder(workdir), item_names=ITEMS, options=options)
 
     def latest(self) -> int | None:
@@ -59,6 +73,25 @@ class Checkpoints:
     def steps(self) -> list[int]:
         """Committed steps, ascending."""
         return sorted(self._manager.all_steps())
+
+    @contextlib.contextmanager
+    def _room(self) -> Iterator[None]:
+        """Raises NoRoom, which names the last good checkpoint, where the disk is full."""
+        try:
+            yield
+        except Exception as error:
+            if room.why_full(error) is None or isinstance(error, room.NoRoom):
+                raise
+            _await_late_ones(error)
+            place = str(self._workdir)
+            with room.writing(f"{place}: checkpoint {self._saving}", place, self.left(self._saving)):
+                raise
+
+    def left(self, failed: int | None = None) -> str:
+        """Return where a run goes on that has to end now, in words; ``failed``: a step whose save did not succeed."""
+        steps = [step for step in committed_steps(self._workdir) if step != failed]
+        last = f"the last good checkpoint is {steps[-1]}" if steps else "there is no good checkpoint"
+        return f"{last}; with room again the same command goes on from there"
 
     def drop_after(self, step: int) -> None:
         """Delete the checkpoints of later steps: a rewound run takes them again."""
@@ -73,7 +106,10 @@ class Checkpoints:
             host=ocp.args.JsonSave(host),
             config=ocp.args.JsonSave(configs.to_dict(config)),
         )
-        self._manager.save(step, args=args, force=True)
+        with self._room():
+            self._manager.wait_until_finished()  # the last one, whose failure is its own
+            self._saving = step
+            self._manager.save(step, args=args, force=True)
 
     def restore(self, step: int, abstract: TrainState, layout: TrainState) -> tuple[TrainState, dict[str, Any]]:
         """(state in its layout, host) of a step.
@@ -87,23 +123,26 @@ class Checkpoints:
             layout._asdict(),
         )
         args = ocp.args.Composite(state=ocp.args.StandardRestore(target), host=ocp.args.JsonRestore())
-        with _reading(self._workdir, step):
+        with _reading(self._workdir, step, "state"):
             restored = self._manager.restore(step, args=args)
         return TrainState(**restored["state"]), restored["host"]
 
     def host(self, step: int) -> dict[str, Any]:
         """The host's side of a step alone: data position and cumulative counts."""
         args = ocp.args.Composite(host=ocp.args.JsonRestore())
-        with _reading(self._workdir, step):
+        with _reading(self._workdir, step, "host"):
             return dict(self._manager.restore(step, args=args)["host"])
 
     def wait(self) -> None:
         """Until every save begun is committed."""
-        self._manager.wait_until_finished()
+        with self._room():
+            self._manager.wait_until_finished()
 
     def close(self) -> None:
-        self._manager.wait_until_finished()
-        self._manager.close()
+        """Wait, and let go of the folder."""
+        with self._quiet, self._room():
+            self._manager.wait_until_finished()
+            self._manager.close()
 
 
 class LoadedRun(NamedTuple):
@@ -122,7 +161,7 @@ def committed_steps(run: Folder) -> list[int]:
     """Steps that a run folder holds a committed checkpoint of, ascending. Raises UserError as `remote.check`."""
     remote.check(run)
     folder = _folder(run)
-    return sorted(ocp.utils.checkpoint_steps(folder)) if folder.is_dir() else []
+    return sorted(set(ocp.utils.checkpoint_steps(folder))) if folder.is_dir() else []
 
 
 def _folder(run: Folder) -> Folder:
@@ -135,11 +174,11 @@ _DAMAGE = ("OUT_OF_RANGE", "DATA_LOSS", "NOT_FOUND", "Error opening", "Error rea
 
 
 @contextlib.contextmanager
-def _without_late_reads() -> Iterator[None]:
-    """Says nothing of reads that orbax leaves behind.
+def _without_late_ones() -> Iterator[None]:
+    """Say nothing of reads and writes that orbax leaves behind.
 
-    It closes its event loop at the first array that fails. The reads of others then end in a closed loop, or when they
-    are collected as garbage, each with a traceback of its own, at once or later: they are waited for.
+    It closes its event loop at the first array that fails. What it does to others then ends in a closed loop, or when
+    it is collected as garbage, each time with a traceback of its own, at once or later: see `_await_late_ones`.
     """
     shown, said = sys.unraisablehook, logging.getLogger("asyncio")
 
@@ -156,25 +195,46 @@ def _without_late_reads() -> Iterator[None]:
     said.addFilter(unheard)
     try:
         yield
-    except Exception as error:
-        time.sleep(0.3)
-        chain: BaseException | None = error
-        while chain is not None:  # its frames hold the reads
-            traceback.clear_frames(chain.__traceback__)
-            chain = chain.__cause__ or chain.__context__
-        gc.collect()
-        raise
     finally:
-        sys.unraisablehook = shown
+        if sys.unraisablehook is hook:
+            sys.unraisablehook = shown
         said.removeFilter(unheard)
 
 
+def _await_late_ones(error: Exception) -> None:
+    """Wait until what orbax left behind when this error ended it has ended too."""
+    time.sleep(0.3)
+    chain: BaseException | None = error
+    while chain is not None:  # its frames hold them
+        traceback.clear_frames(chain.__traceback__)
+        chain = chain.__cause__ or chain.__context__
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
+        gc.collect()
+
+
+# What TensorStore's codes say of a checkpoint's files.
+_CODES = {
+    "OUT_OF_RANGE": "a file is cut off",
+    "DATA_LOSS": "a file is not as it was written",
+    "NOT_FOUND": "a file is missing",
+}
+_ARRAY = re.compile(r'"([\w.]+)/(?:\.zarray|[\d.]+)"')
+
+
 @contextlib.contextmanager
-def _reading(run: Folder, step: int) -> Iterator[None]:
-    """Turns the errors of a damaged checkpoint into a line that names the others. Raises UserError."""
+def _reading(run: Folder, step: int, part: str) -> Iterator[None]:
+    """Turn the errors of a damaged checkpoint into a line that names the others; ``part``: state or host.
+
+    Raises UserError.
+    """
     try:
-        with _without_late_reads():
-            yield
+        with _without_late_ones():
+            try:
+                yield
+            except Exception as error:
+                _await_late_ones(error)
+                raise
     except UserError:
         raise
     except Exception as error:  # of orbax, tensorstore, json: each has its own, orbax also bare ones
@@ -182,14 +242,34 @@ def _reading(run: Folder, step: int) -> Iterator[None]:
         signs = any(sign in text for sign in _DAMAGE)
         if not (signs or type(error) is Exception or isinstance(error, (KeyError, FileNotFoundError, ValueError))):
             raise
-        lines = [line.strip() for line in text.splitlines() if line.strip()] or [type(error).__name__]
-        first = next((line for line in lines if any(sign in line for sign in _DAMAGE)), lines[0])
-        raise _damaged(run, step, first if len(first) <= 160 else f"{first[:160]} …") from None
+        raise _damaged(run, step, f"{run / FOLDER / str(step) / part}: {_why(error)}") from None
+
+
+def _why(error: BaseException) -> str:
+    """What an error in reading says, in few words; those that led to it count too."""
+    texts = []
+    chain: BaseException | None = error
+    while chain is not None:
+        texts.append(" ".join(str(chain).partition("See full")[0].split()) or type(chain).__name__)
+        chain = chain.__cause__ or chain.__context__
+    whole = " ".join(texts)
+    code = next((words for code, words in _CODES.items() if code in whole), None)
+    array = _ARRAY.search(whole)
+    if code is None and "reading array index" in whole:
+        return "an array cannot be read: a file is missing, or not as it was written"
+    if code is None:
+        shown = f"lacks {texts[0]}" if isinstance(error, KeyError) else texts[0].rstrip(".")
+        return shown if len(shown) <= 160 else f"{shown[:160]} …"
+    return code + (f" ({array[1]} cannot be read)" if array else "")
 
 
 def _damaged(run: Folder, step: int, why: str) -> UserError:
-    others = ", ".join(str(other) for other in committed_steps(run) if other != step) or "none"
-    return UserError(f"{run}: checkpoint {step} is damaged: {why}; other steps: {others}")
+    steps = [other for other in committed_steps(run) if other != step]
+    others = ", ".join(map(str, steps)) or "none"
+    onwards = ""
+    if steps and steps[-1] < step:  # which a run, and whoever names no step, takes
+        onwards = f"; to go on from {steps[-1]}, move or delete {run / FOLDER / str(step)}"
+    return UserError(f"{run}: checkpoint {step} is damaged: {why}; other steps: {others}{onwards}")
 
 
 # Groups of the config that say what the weights are, and what they compute.
@@ -264,13 +344,13 @@ def restore_parts(run: Folder, step: int, abstract: dict[str, Any], layout: dict
         args = ocp.args.PyTreeRestore(
             item=target, restore_args=ocp.checkpoint_utils.construct_restore_args(target), partial_restore=True
         )
-        with _reading(run, step):
+        with _reading(run, step, "state"):
             return dict(manager.restore(step, args=ocp.args.Composite(state=args))["state"])
 
 
 def host_of(run: Folder, step: int) -> dict[str, Any]:
     """The host's side of a checkpoint: data position (None: weights alone) and cumulative counts."""
-    with ocp.CheckpointManager(_folder(run), item_names=ITEMS) as manager, _reading(run, step):
+    with ocp.CheckpointManager(_folder(run), item_names=ITEMS) as manager, _reading(run, step, "host"):
         return dict(manager.restore(step, args=ocp.args.Composite(host=ocp.args.JsonRestore()))["host"])
 
 

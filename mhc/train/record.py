@@ -16,7 +16,7 @@ import numpy as np
 from mhc import config as configs
 from mhc.config import Config
 from mhc.monitor import guard
-from mhc.monitor.detectors import RollingZScore, spike_score
+from mhc.monitor.detectors import RollingZScore, judged_score
 from mhc.monitor.writers import (
     JsonlWriter,
     NoWriter,
@@ -99,7 +99,7 @@ class Record:
             RollingZScore(
                 (record[name] for record in records),
                 window=monitor.zscore_window,
-                min_history=monitor.zscore_min_history,
+                min_history=self.config.zscore_min_history,
                 threshold=monitor.zscore_threshold,
             )
             for name in ("loss", "grad_norm")
@@ -117,7 +117,15 @@ class Record:
         for record in read_jsonl(self.workdir / "probes.jsonl"):
             self._watch.update(record)
 
+    def flush(self, then: str = "") -> None:
+        """See to it that every line so far is in its file. Raises NoRoom where there is no room for them; ``then`` ends
+        its message."""
+        for writer in (self._metrics, self._probes, self._events):
+            if isinstance(writer, JsonlWriter):
+                writer.flush(then)
+
     def close(self) -> None:
+        """Close the files; `flush` first where no line may be lost."""
         for writer in (self._metrics, self._probes, self._events, *self._extra):
             writer.close()
 
@@ -265,9 +273,11 @@ class Record:
 
         def scores(name: str, series: list[float]) -> dict[str, float | None]:
             return {
-                f"spike_score_{name}": spike_score(np.asarray(series))[0] if series else None,
-                f"spike_score_{name}_last_10k": spike_score(np.asarray(series[-10_000:]))[0] if series else None,
+                f"spike_score_{name}": judged_score(series),
+                f"spike_score_{name}_last_10k": judged_score(series[-10_000:]),
             }
+
+        judged = sum(r["spike"] or r["z_loss"] is not None or r["z_grad_norm"] is not None for r in metrics)
 
         return {
             "kind": self.config.residual.kind,
@@ -285,7 +295,8 @@ class Record:
             "skipped": metrics[-1]["skipped"] if metrics else 0,
             "nonfinite": metrics[-1]["nonfinite"] if metrics else 0,
             "rewinds": sum(e["event"] == "rewind" for e in events),
-            "spikes": sum(e["event"] in ("spike", "nonfinite") for e in events),
+            "judged_steps": judged,  # that had enough history, or were not finite
+            "spikes": sum(e["event"] in ("spike", "nonfinite") for e in events) if judged else None,
             "stalls": sum(e["event"] == "stall" for e in events),
             "recompilations": sum(r.get("recompilations", 0) for r in metrics),
             "goodput": metrics[-1].get("goodput") if metrics else None,

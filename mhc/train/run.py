@@ -18,7 +18,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from mhc import config as configs
-from mhc import distributed, provenance, remote
+from mhc import distributed, provenance, remote, streams
 from mhc.config import Config, shares
 from mhc.data import fidelity, pipeline, tokenizers
 from mhc.data.places import may_match
@@ -31,7 +31,7 @@ from mhc.monitor import probes, train_log
 from mhc.monitor.phases import STALLED, Phases, Stall, Watchdog, device_memory, dump_stacks
 from mhc.monitor.writers import Progress, WandbWriter, append_jsonl, duration, read_json, write_json
 from mhc.sharding import check_batch, local_rows, make_mesh, path_of, put_batch, threads_of_one_cpu
-from mhc.train import start
+from mhc.train import corpus, start
 from mhc.train.checkpoint import Checkpoints, committed_steps
 from mhc.train.optimizer import GROUPS, group_of
 from mhc.train.record import Alarm, Record, batch_hash, wall_seconds
@@ -158,11 +158,7 @@ class Run:
         self.place = self.home.place  # as the user named it
         self.faults, self.origin = faults, origin
         self.tokenizer: Tokenizer = tokenizers.load(config.data.tokenizer)
-        stored = remote.read(self.place / "config.json")
-        if stored is not None and (before := configs.from_json(stored.decode()).validation).rule == "first":
-            kept = configs.keep_rule(vars(before), vars(config.validation))  # an older run keeps its rows
-            config = dataclasses.replace(config, validation=configs.ValidationConfig(**kept))
-        self.config = configs.resolve(config, self.tokenizer.vocab_size)
+        self.config = configs.resolve(self._kept(config), self.tokenizer.vocab_size)
         _check_apart(self.config, self.place)
         self.mesh: Mesh = make_mesh(self.config.mesh, None if devices is None else list(devices))
         train = self.config.train
@@ -205,6 +201,20 @@ class Run:
         self.halted: str | None = None  # why, in a line
         self.left_out: dict[int, int] = {}  # batches left out after a rewind to a step
 
+    def _kept(self, config: Config) -> Config:
+        """Return the config with what a run that is there already keeps although a new run would get another value."""
+        stored = remote.read(self.place / "config.json")
+        if stored is None:
+            return config
+        before = configs.from_json(stored.decode(), self.place / "config.json")
+        if before.validation.rule == "first":  # an older run keeps its rows
+            kept = configs.keep_rule(vars(before.validation), vars(config.validation))
+            config = dataclasses.replace(config, validation=configs.ValidationConfig(**kept))
+        if config.monitor.zscore_min_history is None:
+            monitor = dataclasses.replace(config.monitor, zscore_min_history=before.zscore_min_history)
+            config = dataclasses.replace(config, monitor=monitor)
+        return config
+
     def _check_stored(self) -> dict[str, tuple[Any, Any]]:
         """What of the stored config is another now, but how the processes find each other, which says nothing."""
         stored = remote.read(self.place / "config.json")
@@ -227,7 +237,7 @@ class Run:
             with distributed.together():
                 closing.enter_context(self.home.held(writes=self.primary))
             train, monitor = self.config.train, self.config.monitor
-            self.stderr = sys.stderr
+            self.stderr = streams.unfailing(sys.stderr)
             stream = None if self.primary else closing.enter_context(open(os.devnull, "w"))  # one process speaks
             self.progress = Progress(train.steps, every=monitor.progress_every, label=self.place.name, stream=stream)
             closing.callback(self.progress.close)
@@ -286,6 +296,8 @@ class Run:
         self._note_start(latest or 0)
         self.fresh = latest is None
         self._restore(latest)
+        if self.primary:
+            corpus.keep(self.home, self.data.files())
         self.record = self._make_record(-1 if latest is None else latest)
         closing.callback(lambda: self.record.close())
         self.opened = self.last_time = time.perf_counter()
@@ -345,7 +357,13 @@ class Run:
         self.step, self.tokens, self.seconds_before = step, host["tokens"], max(self.seconds_before, host["seconds"])
         self.rewinds = max(self.rewinds, host["rewinds"])
         self.source_tokens = self._no_tokens() | host.get("source_tokens", {})
-        self.data.set_state(host["data"])
+        try:
+            self.data.set_state(host["data"])
+        except UserError as error:
+            changed = corpus.changes(corpus.stored(self.place), self.data.files())
+            if not changed or host["data"]["corpus"] == self.data_start["corpus"]:
+                raise
+            raise UserError(f"{error}; since the run was here last: {changed}") from None
 
     def _no_tokens(self) -> dict[str, int]:
         """By source of a mixture."""
@@ -370,7 +388,7 @@ class Run:
         The device always has the next step queued while the last one's metrics are fetched, and never more than that.
         """
         config = self.config
-        self.progress.note(f"{self.place}: compiling, then training from step {self.step + 1}")
+        self.progress.note(f"{self.place}: compiling, then training from step {self.step + 1}{self._judged()}")
         if self.fresh:  # not: at step 0, where a run may have been stopped after its probe
             self._probe(None)
             if config.train.init_from is not None:  # from here on the run needs its source no more
@@ -406,6 +424,17 @@ class Run:
             self._act(alarm, pending, None)
         if self.stop.asked and self.halted is None:
             self._save()
+
+    def _judged(self) -> str:
+        """What the start of a short run says of its z-scores, which need some history."""
+        least, steps = self.config.zscore_min_history, self.config.train.steps
+        if least >= steps:
+            return (
+                f"; {steps} steps are too few to judge loss and gradient norm by (monitor.zscore_min_history={least})"
+            )
+        if least >= configs.ZSCORE_HISTORY:
+            return ""
+        return f"; loss and gradient norm are judged from step {least + 1} on (monitor.zscore_min_history={least})"
 
     def _in_order(self, result: T) -> T:
         """The result of a program, waited for where the devices are threads of one CPU (``synchronous``).
@@ -509,6 +538,7 @@ class Run:
             }
             with distributed.together():
                 if self.primary:  # a checkpoint is never ahead of the lines up to its step
+                    self.record.flush(self.checkpoints.left())
                     self.home.push()
             self.checkpoints.save(self.step, self.state, host, self.config)
         self.last_time = time.perf_counter()
@@ -552,7 +582,8 @@ class Run:
         if self.primary:
             what = {"phase": stall.doing.phase, "compiling": stall.doing.compiling, "seconds": stall.seconds}
             line = {"step": self.step, "event": event, "time": time.time(), **what}
-            append_jsonl(self.home.files / "events.jsonl", line)
+            with contextlib.suppress(OSError):  # no room; the lines on stderr say it too
+                append_jsonl(self.home.files / "events.jsonl", line)
 
     # --------------------------------------------------------------------------------------------------------- actions
 
@@ -619,6 +650,8 @@ class Run:
             self.checkpoints.wait()
         old = [step for step in self.checkpoints.steps() if step <= alarm.step - guard.rewind_steps]
         target = max(old, default=None)
+        with distributed.together():
+            self.record.flush(self.checkpoints.left())
         self.checkpoints.drop_after(target or 0)
         self.record.close()
         with self.phases("rewind"):
@@ -672,6 +705,7 @@ class Run:
         """Write the summary, once every checkpoint is committed."""
         with self.phases("checkpoint"):
             self.checkpoints.wait()
+        self.record.flush(self.checkpoints.left())
         finished = self.step >= self.config.train.steps
         reason = "halted" if self.halted else "finished" if finished else "stopped"
         if reason == "stopped":

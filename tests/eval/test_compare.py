@@ -34,7 +34,9 @@ from eval.topologies import paired, topologies
 from mhc.config import DataConfig
 from mhc.errors import UserError
 from mhc.monitor.writers import JsonlWriter, read_json, read_jsonl, write_json
+from mhc.room import NoRoom
 from tests.eval.synthetic_runs import GAINS, config, crossed, demo, grid, probe, rewound, spike, write_run
+from tests.small_runs import small_disk
 
 OLD_FIGURES = {
     *("loss", "validation", "loss_gap", "grad_norm", "seeds", "cost"),
@@ -409,6 +411,42 @@ def test_events_and_what_was_done_in_words(tmp_path: Path, quick: None) -> None:
     assert read_json(tmp_path / "summary.json")["topologies"]["hc"]["parameters_of_plain"] > 1
 
 
+def test_what_had_too_little_history_is_not_judged(tmp_path: Path, quick: None) -> None:
+    """A short run whose loss and gradient norm jump, under a rule that needs more steps than it has."""
+    write_run(tmp_path / "short", config("plain", steps=40, layers=1, monitor__zscore_min_history=64))
+    lines = read_jsonl(tmp_path / "short" / "metrics.jsonl")
+    for line in lines:
+        line |= {"z_loss": None, "z_grad_norm": None, "spike": False}
+    lines[30] |= {"loss": 4.55, "grad_norm": 33.0}
+    (tmp_path / "short" / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+    def compared() -> tuple[str, dict[str, Any], str]:
+        page = compare([tmp_path], recompute_gains=False).read_text()
+        summary = read_json(tmp_path / "summary.json")
+        return page, summary["arms"], " ".join(summary["findings"])
+
+    page, arms, said = compared()
+    assert {arms["short"][name] for name in ("spike_score_loss", "spike_score_grad_norm", "spikes")} == {None}
+    assert arms["short"]["judged_steps"] == 0
+    reason = "Not judged, for a z-score needs 64 steps before it: loss and gradient norm of short (40 steps)."
+    for text in (page, said):
+        assert reason in text and "was flagged" not in text and "0 in every arm" not in text
+    assert "not judged in short, for want of steps before it" in said and "<td>not judged</td>" in page
+    # Beside one that was judged, and one that was from its 17th step on.
+    for name, steps, first in (("long", 300, 65), ("middle", 150, 17)):
+        write_run(tmp_path / name, config("plain", steps=steps, layers=1, monitor__zscore_min_history=first - 1))
+        lines = read_jsonl(tmp_path / name / "metrics.jsonl")
+        for line in lines:
+            line |= dict.fromkeys(("z_loss", "z_grad_norm"), None if line["step"] < first else 0.5)
+        (tmp_path / name / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    page, arms, said = compared()
+    assert (arms["long"]["judged_steps"], arms["middle"]["judged_steps"]) == (236, 134)
+    assert isinstance(arms["long"]["spike_score_loss"], float) and arms["long"]["spikes"] is not None
+    for text in (page, said):
+        assert reason in text
+        assert "Loss and gradient norm of the other arms are judged from step 17 (middle) and 65 (long) on." in text
+
+
 def test_a_run_without_events_says_so(tmp_path: Path, quick: None) -> None:
     write_run(tmp_path / "plain", config("plain", steps=20, layers=1))
     assert "no monitor crossed its threshold" in compare([tmp_path], recompute_gains=False).read_text()
@@ -576,7 +614,15 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureF
     write_run(tmp_path / "hc", config("hc", steps=8, layers=1))
     (tmp_path / "file").write_text("")
     assert main([str(tmp_path), "--no_recompute", "--out", str(tmp_path / "file" / "below")]) == 2
-    assert "cannot be written" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "cannot be written" in said and "give --out" not in said
+
+
+def test_a_full_disk_is_no_reason_to_give_another_out(tmp_path: Path, quick: None) -> None:
+    write_run(tmp_path / "hc", config("hc", steps=8, layers=1))
+    with small_disk(50), pytest.raises(NoRoom, match=r"cannot be written: File too large; .* free in") as raised:
+        main([str(tmp_path), "--no_recompute", "--out", str(tmp_path / "report")])
+    assert "--out" not in str(raised.value)
 
 
 def test_the_config_of_the_data_reaches_the_baselines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -99,6 +99,18 @@ def test_tokens_are_those_of_the_full_forward(config: Config) -> None:
         assert len(completion.tokens) == new or completion.reason == "token"
 
 
+def test_every_stop_token_of_the_run_ends_a_text() -> None:
+    how = Sampling(temperature=0.8, top_k=50)
+    free = generator(config_of(), how).complete(PROMPTS, 6, seed=5)
+    ends = tuple({completion.tokens[2] for completion in free if len(completion.tokens) > 2})[:2]
+    stopped = generator(config_of(data={"stop_tokens": ends}), how).complete(PROMPTS, 6, seed=5)
+    for before, after in zip(free, stopped, strict=True):
+        first = next((place for place, token in enumerate(before.tokens) if token in ends), None)
+        assert after.tokens == before.tokens[:first]
+        assert after.reason == (before.reason if first is None else "token")
+    assert sum(before != after for before, after in zip(free, stopped, strict=True)) > 1
+
+
 def test_a_prompt_gives_what_it_gives_alone() -> None:
     config = config_of(attention={"window": 3})
     how = Sampling(temperature=0.8, top_k=50)

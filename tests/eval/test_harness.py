@@ -24,7 +24,7 @@ from lm_eval.api.model import LM
 from tokenizers import Tokenizer as Library
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from eval import checkpoints, harness, perplexity
+from eval import checkpoints, harness, lm, perplexity
 from eval.lm import LanguageModel, generation
 from eval.scoring import windows
 from mhc import cli
@@ -262,13 +262,31 @@ def test_how_a_task_asks_for_text():
     assert (sampled.temperature, sampled.top_p, sampled.top_k) == (1.0, 0.9, None)
     assert generation({"temperature": 0.5}, None).sampling.temperature == 0.5
     for arguments, message in (
-        ({"num_beams": 4}, r"num_beams=4, allowed: until.*"),
+        ({"num_beams": 4}, r"num_beams=4, allowed: until.*, or num_beams=1, which asks for nothing"),
+        ({"repetition_penalty": 1.2}, r"repetition_penalty=1.2, allowed: until"),
+        ({"stop_token_ids": [3]}, r"stop_token_ids=\[3\], allowed"),
+        ({"temprature": 1.0}, r"temprature=1.0, allowed: .*did you mean temperature"),
+        ({"temperature": "hot"}, r"temperature='hot', allowed: a number"),
+        ({"max_gen_toks": "many"}, r"max_gen_toks='many', allowed: a number"),
+        ({"do_sample": True, "top_k": [1]}, r"top_k=\[1\], allowed: a number"),
         ({"until": 3}, r"until=3, allowed: a string or a list of strings"),
         ({"max_gen_toks": 0}, r"0 new tokens, allowed: 1 or more"),
         ({"max_gen_toks": -4}, r"-4 new tokens, allowed: 1 or more"),
     ):
         with pytest.raises(UserError, match=message):
             generation(arguments, None)
+
+
+def test_what_asks_for_nothing_passes():
+    nothing = generation({}, None)
+    for name, neutral in lm._NEUTRAL.items():
+        assert generation({name: neutral}, None) == generation({name: None}, None) == nothing
+    asked = {"num_beams": 1, "repetition_penalty": 1.0, "length_penalty": 1.0, "early_stopping": False}
+    assert generation(asked, None) == nothing
+    everything = dict.fromkeys((*lm._KNOWN, *lm._LENGTHS, *lm._WITHOUT_EFFECT, *lm._NEUTRAL))
+    assert generation(everything, None) == nothing
+    sampled = generation({"do_sample": True, "temperature": None, "top_k": -1, "top_p": 1.0, "min_p": 0}, None).sampling
+    assert (sampled.temperature, sampled.top_k) == (1.0, None)
 
 
 @pytest.mark.slow

@@ -1,7 +1,8 @@
 """An arm that trains nothing: ``fake_arm.py WORKDIR ARM`` leaves a run's files, as the arm's name or a file asks.
 
-Behaviours, by what stands in ``WORKDIR/behaviour.json`` for the arm: ``finish`` (the default), ``fail``, ``halt`` and
-``hang`` (until WORKDIR/go exists; SIGTERM ends it as a stopped run). Every start appends a line to WORKDIR/starts.
+Behaviours, by what stands in ``WORKDIR/behaviour.json`` for the arm: ``finish`` (the default), ``fail``, ``full`` (of
+the disk), ``halt`` and ``hang`` (until WORKDIR/go exists; SIGTERM ends it as a stopped run). Every start appends a line
+to WORKDIR/starts.
 """
 
 from __future__ import annotations
@@ -37,6 +38,9 @@ if behaviour == "fail":
     for line in range(50):
         sys.stderr.write(f"line {line}\n")
     sys.exit("Traceback: out of luck")
+if behaviour == "full":
+    sys.stderr.write("error: checkpoint 4: cannot be written: No space left on device\n")
+    sys.exit(6)
 if behaviour == "halt":
     sys.exit(3)
 (folder / "metrics.jsonl").write_text('{"step": 10, "loss": 2.5}\n')

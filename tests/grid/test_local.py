@@ -6,6 +6,7 @@ import collections
 import csv
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -16,11 +17,13 @@ from typing import Any
 
 import pytest
 
+from mhc import room
 from mhc.grid import folder as folders
 from mhc.grid import local
 from mhc.grid.__main__ import main
 from mhc.grid.devices import Slot
 from mhc.grid.local import Runner
+from tests.small_runs import small_disk
 
 FAKE = Path(__file__).with_name("fake_arm.py")
 RUNNER = Path(__file__).with_name("fake_runner.py")
@@ -70,6 +73,38 @@ def wait_until(what: Callable[[], Any]) -> None:
     while not what():
         assert time.monotonic() < limit
         time.sleep(0.02)
+
+
+def test_that_nobody_hears_the_lines_any_more_stops_no_arm(tmp_path: Path) -> None:
+    def gone(line: str) -> None:
+        raise BrokenPipeError
+
+    runner = Runner(tmp_path, dict.fromkeys("abc", STEPS), [Slot()] * 2, command=command, say=gone)
+    assert runner.run() == 0
+    assert states(tmp_path, *"abc") == ["finished"] * 3
+
+
+def test_a_full_disk_starts_no_further_arm_and_the_same_command_goes_on(tmp_path: Path) -> None:
+    behave(tmp_path, b="full")
+    code, lines = run(tmp_path, "a", "b", "c")
+    assert code == room.NO_ROOM
+    assert lines[-1] == (
+        f"{tmp_path}: there is no room for b: checkpoint 4: cannot be written: No space left on device; "
+        "the same command continues"
+    )
+    assert states(tmp_path, "a", "b", "c") == ["finished", "interrupted", "pending"]
+    behave(tmp_path)
+    assert run(tmp_path, "a", "b", "c")[0] == 0
+    assert names(tmp_path) == ["a", "b", "b", "c"]
+
+
+def test_a_runner_without_room_for_its_own_files_ends_in_a_line(tmp_path: Path) -> None:
+    with small_disk(10):
+        code, lines = run(tmp_path, "a", "b")
+    assert code == room.NO_ROOM and not starts(tmp_path)
+    assert re.fullmatch(r".*/a/arm\.json: cannot be written: File too large; .*; the same command continues", lines[-1])
+    assert not folders.claimed(tmp_path / "a")
+    assert run(tmp_path, "a", "b")[0] == 0
 
 
 @pytest.fixture

@@ -49,7 +49,7 @@ def exported(config: Config, params: Params, folder: Path, shard: int = export.S
     return folder
 
 
-def load(folder: Path) -> Any:
+def loaded(folder: Path) -> Any:
     """Load an exported model by its own model.py."""
     spec = importlib.util.spec_from_file_location("exported_model", folder / "model.py")
     assert spec is not None and spec.loader is not None
@@ -128,7 +128,7 @@ def test_the_short_file_gives_the_model_s_logits(case: str, tmp_path: Path) -> N
     # Unbounded maps at random are no model that float32 can compute to 1e-5: they begin closer to 0.
     params = random_params(config, std=0.1 if case == "hc without tanh" else 0.3)
     logits = DecoderDefinition(config).bind(params)(jnp.asarray(TOKENS))
-    assert relative_error(load(exported(config, params, tmp_path))(TOKENS), logits) < 1e-5
+    assert relative_error(loaded(exported(config, params, tmp_path))(TOKENS), logits) < 1e-5
 
 
 def test_every_residual_of_this_project_is_known() -> None:
@@ -140,8 +140,8 @@ def test_shards_are_read_like_one_file(tmp_path: Path) -> None:
     params = random_params(config)
     for name in ("one", "many"):
         (tmp_path / name).mkdir()
-    one = load(exported(config, params, tmp_path / "one"))
-    many = load(exported(config, params, tmp_path / "many", shard=2000))
+    one = loaded(exported(config, params, tmp_path / "one"))
+    many = loaded(exported(config, params, tmp_path / "many", shard=2000))
     assert len(list((tmp_path / "many").glob("*.safetensors"))) > 3
     assert one.tensors.keys() == many.tensors.keys()
     for name, tensor in one.tensors.items():
@@ -187,6 +187,7 @@ def test_an_exported_mhc_run_stands_alone(run: Path, tmp_path: Path) -> None:
     assert sorted(path.name for path in folder.iterdir()) == [
         "README.md",
         "config.json",
+        "generation_config.json",
         "model.py",
         "model.safetensors",
         "tokenizer.json",
@@ -270,7 +271,7 @@ def test_a_plain_run_is_written_in_the_names_of_its_family(tmp_path: Path) -> No
     card = (folder / "README.md").read_text()
     assert "the family llama" in card and "No step was trained" in card
     ours = export.export(run, tmp_path / "ours", names="ours")
-    assert relative_error(load(ours)(TOKENS), load_run(run).decoder()(tokens)) < 1e-5
+    assert relative_error(loaded(ours)(TOKENS), load_run(run).decoder()(tokens)) < 1e-5
 
 
 @pytest.mark.slow

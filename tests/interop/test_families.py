@@ -129,7 +129,7 @@ def simple(family: str) -> dict[str, Any]:
         ("gpt2", {"activation_function": "gelu"}, "activation_function: given 'gelu'"),
         ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx"),
         ("gpt2", {"add_cross_attention": True}, "add_cross_attention"),
-        ("gpt2", {"n_embd": None}, "n_embd is missing"),
+        ("gpt2", {"n_embd": None}, "n_embd: given null"),
         ("gpt2", {"n_head": "4"}, "n_head: given '4'"),
         ("gpt2", {"n_layer": 0}, "n_layer: given 0"),
         ("bloom", {"apply_residual_connection_post_layernorm": True}, "apply_residual_connection_post_layernorm"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -13,17 +14,20 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
-from mhc import cli
+from mhc import cli, interop
 from mhc.data import tokenizers
 from mhc.errors import UserError
 from mhc.interop import export, import_hf
+from mhc.interop.safetensors import SafetensorsFile, write
 from mhc.interop.tensors import Layout
+from mhc.room import NoRoom
 from mhc.train.checkpoint import committed_steps, load_run
 from tests import small_runs
 from tests.interop.models import GOLDEN, random_config, random_weights, write_folder
-from tests.small import relative_error
-from tests.small_runs import write_corpus
+from tests.small import assert_identical, relative_error
+from tests.small_runs import small_disk, write_corpus
 
 LLAMA = GOLDEN / "hf_published" / "llama"
 ROOT = Path(__file__).parents[2]
@@ -117,6 +121,50 @@ def test_begin_and_end_are_the_models(tmp_path: Path) -> None:
     assert (made.bos_id, made.eos_id, made.vocab_size) == (7, 9, 258)
 
 
+def test_every_end_of_a_text_is_kept_and_written_back(tmp_path: Path) -> None:
+    """Of config.json, generation_config.json and tokenizer_config.json; an id that no token has is left out."""
+    folder = tiny_llama(tmp_path / "hf")
+    described = json.loads((folder / "config.json").read_text())
+    for number, (config, generation, named, ends) in enumerate(
+        [
+            ([9, 11], None, None, (9, 11)),
+            (9, [12, 11, 9], None, (9, 12, 11)),
+            (None, 13, None, (13,)),
+            (None, None, "</s>", (257,)),
+            ([9, 999], [-1], {"content": "</s>"}, (9, 257)),
+            (None, None, None, ()),
+        ]
+    ):
+        (folder / "config.json").write_text(json.dumps(described | {"eos_token_id": config}))
+        (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": generation, "top_p": 0.9}))
+        (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": named}))
+        run = import_hf.import_hf(folder, tmp_path / f"x{number}")
+        loaded = load_run(run).config
+        assert loaded.data.stop_tokens == ends
+        eos = tokenizers.load(loaded.data.tokenizer).eos_id
+        assert eos in ends or not ends
+        out = export.export(run, tmp_path / f"out{number}")
+        for name in ("config.json", "generation_config.json"):
+            written = json.loads((out / name).read_text())["eos_token_id"]
+            assert written == eos if len(ends) < 2 else (written[0], set(written)) == (eos, set(ends))
+        again = load_run(import_hf.import_hf(out, tmp_path / f"again{number}")).config
+        assert set(again.data.stop_tokens) == set(ends or (eos,))
+        assert tokenizers.load(again.data.tokenizer).eos_id == eos
+
+
+def test_an_end_that_is_no_id_is_refused(program: Program, tmp_path: Path) -> None:
+    folder = tiny_llama(tmp_path / "hf")
+    for content, words in (
+        ('{"eos_token_id": ["</s>"]}', "generation_config.json: eos_token_id: given ['</s>'], allowed: an id"),
+        ('{"eos_token_id": true}', "eos_token_id: given True"),
+        ("{", "generation_config.json: not JSON"),
+    ):
+        (folder / "generation_config.json").write_text(content)
+        code, said = program(folder, "--workdir", tmp_path / "x")
+        assert code == 2 and words in said and said.count("\n") == 1
+    assert not (tmp_path / "x").exists()
+
+
 def test_what_a_killed_import_left_is_swept(program: Program, tmp_path: Path) -> None:
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait()
@@ -132,6 +180,18 @@ def test_mistakes_that_only_writing_shows_are_one_line(program: Program, tmp_pat
     if Path("/proc").is_dir():
         code, said = program(LLAMA, "--workdir", "/proc/x")
         assert code == 2 and said.startswith("error: /proc/x: the folder cannot be made") and said.count("\n") == 1
+
+
+def test_a_full_disk_leaves_nothing_behind(tmp_path: Path) -> None:
+    """Where a run is imported to, and where it is exported to."""
+    folder = tiny_llama(tmp_path / "hf")
+    with small_disk(1000), pytest.raises(NoRoom, match=r"/runs/x: cannot be written: File too large; .* free in"):
+        import_hf.import_hf(folder, tmp_path / "runs" / "x")
+    assert not list((tmp_path / "runs").iterdir())
+    import_hf.import_hf(folder, tmp_path / "runs" / "x")
+    with small_disk(1000), pytest.raises(NoRoom, match=r"/out/x: cannot be written: File too large"):
+        export.export(tmp_path / "runs" / "x", tmp_path / "out" / "x")
+    assert not list((tmp_path / "out").iterdir())
 
 
 # Damaged folders ------------------------------------------------------------------------------------------------------
@@ -164,6 +224,13 @@ def _edit(file: str, change: Callable[[Any], None]) -> Callable[[Path], None]:
     return edit
 
 
+def _pointer(file: str) -> Callable[[Path], None]:
+    def write(folder: Path) -> None:
+        (folder / file).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 1234\n")
+
+    return write
+
+
 INDEX = "model.safetensors.index.json"
 DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
     "truncated": (_truncate, "model-00001-of-00003.safetensors: truncated"),
@@ -183,6 +250,9 @@ DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
     "json": (lambda folder: (folder / "config.json").write_text("{"), "config.json: not JSON"),  # type: ignore[dict-item]
     "list": (lambda folder: (folder / "config.json").write_text("[]"), "not a JSON object"),  # type: ignore[dict-item]
     "config": (lambda folder: (folder / "config.json").unlink(), "config.json: cannot be read: No such file"),
+    "pointer": (_pointer("config.json"), "config.json: a git-lfs pointer, not the file itself"),
+    "pointers": (_pointer("model-00001-of-00003.safetensors"), "00003.safetensors: a git-lfs pointer, not the file"),
+    "deep": (lambda folder: (folder / "config.json").write_text("[" * 100_000), "nested too deeply"),  # type: ignore[dict-item]
     "tokenizer": (lambda folder: (folder / "tokenizer.json").write_text("{}"), "is not a tokenizer.json"),  # type: ignore[dict-item]
 }
 
@@ -197,6 +267,91 @@ def test_a_damaged_folder_is_one_line_and_nothing_is_written(damage: str, progra
     assert words in said
     assert said.startswith("error: ") and said.count("\n") == 1
     assert not (tmp_path / "runs").exists()
+
+
+def add_tensors(folder: Path, added: dict[str, tuple[str, list[int], int]]) -> None:
+    """Put tensors {name: (dtype, shape, bytes)}, all zero, behind those of model.safetensors."""
+    path = folder / "model.safetensors"
+    content = path.read_bytes()
+    start = 8 + int.from_bytes(content[:8], "little")
+    header, data = json.loads(content[8:start]), content[start:]
+    for name, (dtype, shape, size) in added.items():
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [len(data), len(data) + size]}
+        data += bytes(size)
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + data)
+
+
+@pytest.mark.parametrize("dtype", ["BOOL", "U8", "I64", "F64", "F8_E4M3", "F8_E4M3FNUZ", "F4"])
+def test_what_is_left_out_may_have_any_dtype(dtype: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    size = 8 if dtype in ("F64", "I64") else 1
+    llama = tiny_llama(tmp_path / "llama")
+    layers = json.loads((llama / "config.json").read_text())["num_hidden_layers"]
+    buffers = {f"model.layers.{i}.self_attn.rotary_emb.inv_freq": (dtype, [2], 2 * size) for i in range(layers)}
+    buffers |= {"model.rotary_emb.cos_cached": (dtype, [1, 1], size)}
+    gpt2 = random_config("gpt2", 3)
+    folder = write_folder(tmp_path / "gpt2", gpt2, random_weights(gpt2, Layout("gpt2", bare=True), 0))
+    further = random_config("deepseek_v3", 3) | {"num_nextn_predict_layers": 1}
+    behind = f"model.layers.{further['num_hidden_layers']}"
+    write_folder(tmp_path / "deepseek", further, random_weights(further, Layout("deepseek_v3"), 0))
+    for where, added in (
+        (llama, buffers),
+        (folder, {"h.0.attn.bias": (dtype, [1, 1, 1, 1], size), "h.0.attn.masked_bias": (dtype, [], size)}),
+        (
+            tmp_path / "deepseek",
+            {f"{behind}.eh_proj.weight": (dtype, [1], size), f"{behind}.eh_proj.weight_scale_inv": ("F32", [1], 4)},
+        ),
+    ):
+        before = interop.load_hf(where)
+        caplog.clear()
+        add_tensors(where, added)
+        assert_identical(nnx.to_pure_dict(nnx.state(interop.load_hf(where))), nnx.to_pure_dict(nnx.state(before)))
+        (warning,) = [record.getMessage() for record in caplog.records]
+        assert all(name in warning for name in added)
+
+
+def test_a_weight_of_another_dtype_is_named_and_so_is_a_tensor_too_many(tmp_path: Path) -> None:
+    folder = tiny_llama(tmp_path / "hf")
+    add_tensors(folder, {"model.extra.weight": ("F8_E4M3", [1], 1)})
+    with pytest.raises(UserError, match=r"1 not of this model: model\.extra\.weight"):
+        interop.load_hf(folder)
+    content = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(content.replace(b'"F32"', b'"U32"', 1))
+    with pytest.raises(UserError, match=r"model\.safetensors: .* is U32, allowed: F32, F16, BF16"):
+        interop.load_hf(folder)
+
+
+def test_the_index_says_which_shard_has_a_tensor(tmp_path: Path) -> None:
+    """Shards that are used by several models hold tensors that the index gives to other files."""
+    folder, plain = tiny_llama(tmp_path / "hf", shards=3), tiny_llama(tmp_path / "plain")
+    shards = [SafetensorsFile(file) for file in sorted(folder.glob("*.safetensors"))]
+    for shard, other in zip(shards, [*shards[1:], shards[0]], strict=True):
+        arrays = {name: shard.read(name) for name in shard.entries}
+        arrays |= {name: other.read(name) + 1 for name in list(other.entries)[:3]}
+        write(tmp_path / shard.path.name, {name: array.shape for name, array in arrays.items()}, arrays.__getitem__)
+    for shard in shards:
+        shutil.move(tmp_path / shard.path.name, shard.path)
+    expected = nnx.to_pure_dict(nnx.state(interop.load_hf(plain)))
+    assert_identical(nnx.to_pure_dict(nnx.state(interop.load_hf(folder))), expected)
+
+
+def test_one_file_beside_an_index_of_others_is_read_and_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder, plain = tiny_llama(tmp_path / "hf", shards=3), tiny_llama(tmp_path / "plain")
+    shutil.copyfile(plain / "model.safetensors", folder / "model.safetensors")
+    interop.HfFolder(folder)
+    assert "model.safetensors is read, not the files that model.safetensors.index.json names" in caplog.text
+    caplog.clear()
+    (folder / INDEX).write_text(json.dumps({"weight_map": {"a": "model.safetensors"}}))
+    interop.HfFolder(folder)
+    assert not caplog.records
+
+
+def test_a_byte_order_mark_is_no_part_of_a_config(tmp_path: Path) -> None:
+    folder = tiny_llama(tmp_path / "hf", shards=2)
+    expected = interop.HfFolder(folder).config
+    for name in ("config.json", INDEX):
+        (folder / name).write_bytes(b"\xef\xbb\xbf" + (folder / name).read_bytes())
+    assert interop.HfFolder(folder).config == expected
 
 
 def test_a_tensor_too_many_in_two_shards(tmp_path: Path) -> None:

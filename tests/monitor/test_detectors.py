@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from mhc.monitor.detectors import (
     RollingZScore,
+    judged_score,
     lr_sensitivity,
     median_excess,
     rolling_zscore,
@@ -121,6 +122,17 @@ def test_zscore_flags_only_upward_and_spike_score_both_ways() -> None:
     _, s_flags = spike_score(x)
     assert np.flatnonzero(z_flags).tolist() == [250]
     assert 200 in np.flatnonzero(s_flags)
+
+
+@given(series, st.integers(1, 12))
+def test_a_score_without_history_is_none(values: list[float], least: int) -> None:
+    """Where no finite value has enough before it and none is non-finite, nothing was judged."""
+    finite = [value for value in values if math.isfinite(value)]
+    score = judged_score(values, min_history=least)
+    if len(finite) <= least and len(finite) == len(values):
+        assert score is None
+    else:
+        assert score == spike_score(values, min_history=least)[0]
 
 
 def test_spike_score_counts_non_finite_over_the_whole_series() -> None:

@@ -28,6 +28,8 @@ from mhc.monitor.writers import (
     repair,
     write_json,
 )
+from mhc.room import NoRoom
+from tests.small_runs import small_disk
 
 numbers = st.floats() | st.integers(-(2**53), 2**53)
 texts = st.text(max_size=8).filter(lambda text: text not in {"NaN", "Infinity", "-Infinity"})
@@ -40,6 +42,48 @@ def write_all(path: Path, records: list[dict[str, Any]]) -> None:
     for record in records:
         writer.write(record)
     writer.close()
+
+
+def test_lines_without_room_are_kept_and_written_later(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "metrics.jsonl"
+    writer = JsonlWriter(path)
+    writer.write({"step": 1})
+    whole = path.read_bytes()
+    for room_left in range(len(whole) + 3):
+        with small_disk(len(path.read_bytes()) + room_left):
+            before = len(read_jsonl(path))
+            for step in range(3):
+                writer.write({"step": before + 1 + step, "loss": "x" * 40})
+            assert read_jsonl(path)[: before + 1] == read_jsonl(path)  # whole lines alone
+            with pytest.raises(NoRoom, match=r"metrics\.jsonl: cannot be written: File too large; .* free"):
+                writer.flush()
+        writer.flush()
+        assert [line["step"] for line in read_jsonl(path)] == list(range(1, before + 4))
+    assert len(caplog.records) == len(whole) + 3  # one a full disk, not one a line
+    with small_disk(1):
+        writer.write({"step": 0})
+        writer.close()
+
+
+def test_a_document_without_room_stays_as_it_was(tmp_path: Path) -> None:
+    path = tmp_path / "summary.json"
+    write_json(path, {"a": 1})
+    with small_disk(20), pytest.raises(NoRoom, match=r"summary\.json: cannot be written"):
+        write_json(path, {"a": "x" * 100})
+    assert read_json(path) == {"a": 1} and [file.name for file in tmp_path.iterdir()] == ["summary.json"]
+
+
+def test_tensorboard_without_room_holds_nobody_up(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Records go to a thread through a queue that holds ten."""
+    for size in (40, 200):
+        caplog.clear()
+        with small_disk(size):
+            writer = TensorBoardWriter(tmp_path / str(size))
+            for step in range(60):
+                writer.write({"step": step, "loss": 1.0})
+            writer.close()
+        (said,) = [record.getMessage() for record in caplog.records]
+        assert said.endswith("cannot be written: File too large; training goes on without it")
 
 
 def strict(text: str) -> Any:

@@ -23,7 +23,7 @@ from mhc.errors import UserError
 from mhc.sharding import make_mesh
 from mhc.train.step import Trainer
 from tests.small import small
-from tpu import compile_ahead, hlo, table, xla_process
+from tpu import compile_ahead, hlo, slices, table, xla_process
 from tpu.slices import GIB, Slice
 
 
@@ -274,6 +274,37 @@ def test_a_table_of_reports(tmp_path, capsys):
     (tmp_path / "c.json").write_text("[]")
     with pytest.raises(UserError, match=r"c\.json: no report"):
         table.main([str(tmp_path / "c.json")])
+
+
+def test_the_lock_of_libtpu_is_no_missing_slice(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ALLOW_MULTIPLE_LIBTPU_LOAD", "0")  # so that it is put back
+    monkeypatch.delenv("ALLOW_MULTIPLE_LIBTPU_LOAD")
+    monkeypatch.setenv("TPU_SKIP_MDS_QUERY", "1")
+
+    def locked(**options: object) -> None:
+        assert os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] == "1"
+        raise RuntimeError('ABORTED: Internal error when accessing libtpu multi-process lockfile. Run "$ sudo rm x".')
+
+    monkeypatch.setattr("jax.experimental.topologies.get_topology_desc", locked)
+    with pytest.raises(UserError, match="libtpu is in use by another process") as raised:
+        slices.devices_of(slices.parse_slice("v5e:2x2"))
+    assert "sudo" not in str(raised.value) and "libtpu has no" not in str(raised.value)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs libtpu: pip install -e '.[tpu]'")
+def test_two_steps_compile_at_once() -> None:
+    command = [sys.executable, "-m", "tpu.compile_ahead", "--config", "configs/dense_10m.py", "--topology", "v5e:2x2"]
+    environment = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "JAX_PLATFORMS")}
+    root = Path(__file__).parents[2]
+    both = [
+        subprocess.Popen(
+            [*command, "--plan"], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, cwd=root, env=environment
+        )
+        for _ in range(2)
+    ]
+    ends = [(process.communicate(timeout=900)[1], process.returncode) for process in both]
+    assert ends == [(b"", 0)] * 2
 
 
 @pytest.mark.slow

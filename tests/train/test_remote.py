@@ -126,7 +126,7 @@ def test_a_run_in_a_store_equals_a_local_one(store, finished, reference):
     assert_equal_runs(finished, reference)
     top = {name.split("/")[2] for name in store.names("bucket", "runs/whole/")}
     lines = {"metrics.jsonl", "probes.jsonl", "events.jsonl"}
-    assert top == {"checkpoints", "config.json", "run.json", "summary.json", "train.log", *lines}
+    assert top == {"checkpoints", "config.json", "corpus.json", "run.json", "summary.json", "train.log", *lines}
 
 
 def test_nothing_is_done_where_the_run_is_finished(store, finished, corpus):

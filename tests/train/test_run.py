@@ -27,7 +27,7 @@ from mhc.train.checkpoint import Checkpoints, committed_steps, load_run
 from mhc.train.record import Record
 from mhc.train.step import Trainer
 from tests.small import assert_identical
-from tests.small_runs import assert_equal_runs, config, final_state, lines, resolved, run, snapshot
+from tests.small_runs import assert_equal_runs, config, final_state, lines, resolved, run, snapshot, write_corpus
 
 pytestmark = pytest.mark.usefixtures("compiled_once")
 
@@ -315,6 +315,78 @@ def test_a_changed_config_is_refused_by_name_and_nothing_is_touched(change, name
         run(config(corpus, **change), finished)
     assert all(name in str(refused.value) for name in names)
     assert snapshot(finished) == before
+
+
+def test_a_corpus_that_changed_is_told_by_file(tmp_path: Path) -> None:
+    source, texts = write_corpus(tmp_path / "texts"), tmp_path / "texts"
+    assert run(config(source, "plain", train={"steps": 4}), tmp_path / "run") == 0
+    kept = (tmp_path / "run" / "corpus.json").read_bytes()
+    more = config(source, "plain", train={"steps": 6})
+    before = (texts / "03.txt").read_text()
+
+    def refused() -> str:
+        with pytest.raises(UserError, match=r"another corpus in data\.source") as raised:
+            run(more, tmp_path / "run")
+        assert (tmp_path / "run" / "corpus.json").read_bytes() == kept
+        return str(raised.value).rpartition("; since the run was here last: ")[2]
+
+    (texts / "03.txt").write_text(before + "x")
+    size = len(before.encode())
+    assert refused() == f"03.txt has {size + 1:,} bytes, it had {size:,}"
+    (texts / "04.txt").rename(texts / "041.txt")
+    assert refused() == f"03.txt has {size + 1:,} bytes, it had {size:,}, 04.txt is gone, 041.txt is new"
+    for number in range(10, 20):
+        (texts / f"{number}.txt").unlink()
+    assert refused().endswith(" and 8 more")
+    shutil.rmtree(texts)
+    write_corpus(texts)
+    assert run(more, tmp_path / "run") == 0
+    (tmp_path / "run" / "corpus.json").write_text("{")  # no help, and no harm
+    (texts / "03.txt").unlink()
+    with pytest.raises(
+        UserError, match=r"another corpus in data\.source \([^)]*\); restore what it was, or begin [^;]*$"
+    ):
+        run(config(source, "plain", train={"steps": 8}), tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    ("steps", "derived"), [(1, 16), (12, 16), (64, 16), (100, 25), (255, 63), (256, 64), (5000, 64)]
+)
+def test_a_short_run_judges_after_less_history(steps: int, derived: int, corpus: str) -> None:
+    assert resolved(config(corpus, train={"steps": steps})).monitor.zscore_min_history == derived
+    narrow = resolved(config(corpus, train={"steps": steps}, monitor={"zscore_window": 8}))
+    assert narrow.monitor.zscore_min_history == 8
+    told = config(corpus, train={"steps": steps}, monitor={"zscore_min_history": 5})
+    assert resolved(told).monitor.zscore_min_history == 5
+
+
+@pytest.mark.parametrize("stored", [16, 64])  # the latter: as runs had it whatever their length
+def test_a_run_keeps_the_history_that_it_began_with(stored: int, corpus: str, finished: Path) -> None:
+    written = read_json(finished / "config.json")
+    written["monitor"]["zscore_min_history"] = stored
+    (finished / "config.json").write_text(json.dumps(written))
+    made = runs.Run(config(corpus, train={"steps": 400}), finished, devices=jax.devices()[:1])
+    made.data.close()
+    assert made.config.monitor.zscore_min_history == stored
+    assert "monitor.zscore_min_history" not in made.changes and "train.steps" in made.changes
+    with pytest.raises(UserError, match=rf"monitor.zscore_min_history: stored {stored}, given 30"):
+        runs.Run(config(corpus, monitor={"zscore_min_history": 30}), finished, devices=jax.devices()[:1])
+
+
+def test_what_was_not_judged_is_not_said_to_be_calm(
+    finished: Path, corpus: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    summary = read_json(finished / "summary.json")
+    assert (summary["judged_steps"], summary["spikes"]) == (0, None)
+    assert summary["spike_score_loss"] is None and summary["spike_score_grad_norm"] is None
+    made = config(corpus, monitor={"zscore_min_history": 4})
+    assert run(made, tmp_path / "run") == 0
+    said = "compiling, then training from step 1; loss and gradient norm are judged from step 5 on "
+    assert f"{tmp_path}/run: {said}(monitor.zscore_min_history=4)" in capsys.readouterr().err
+    assert run(config(corpus, "plain", train={"steps": 2}), tmp_path / "short") == 0
+    assert "; 2 steps are too few to judge loss and gradient norm by" in capsys.readouterr().err
+    summary = read_json(tmp_path / "run" / "summary.json")
+    assert summary["judged_steps"] == 8 and isinstance(summary["spikes"], int)
 
 
 def test_a_user_s_mistake_writes_nothing(corpus, tmp_path):

@@ -1,0 +1,48 @@
+"""corpus.json: the files that a run reads, with their sizes: a resume over others names those that changed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+
+from mhc import remote
+from mhc.monitor.writers import write_json
+from mhc.remote import Folder, Home
+
+FILE = "corpus.json"
+Files = Mapping[str, Mapping[str, int]]  # {source: {file: bytes}}
+
+_MOST = 5  # files that a message names
+
+
+def keep(home: Home, files: Files) -> None:
+    """Write what the run reads now, where that is another than what its folder says. Raises NoRoom."""
+    if files and stored(home.files) != files:
+        write_json(home.files / FILE, files)
+
+
+def stored(place: Folder) -> Files:
+    """Return what a run's folder says that it reads; nothing where it does not: runs of older versions."""
+    content = remote.read(place / FILE)
+    try:
+        found = json.loads(content) if content else {}
+    except ValueError:
+        return {}
+    fine = isinstance(found, dict) and all(isinstance(files, dict) for files in found.values())
+    return found if fine else {}
+
+
+def changes(before: Files, after: Files) -> str:
+    """Return what became of the files of a corpus, in words, the first few of them; ``""`` where nothing is known."""
+    found = [line for source in before if source in after for line in _changes(before[source], after[source])]
+    more = len(found) - _MOST
+    return ", ".join(found[:_MOST]) + (f" and {more} more" if more > 0 else "")
+
+
+def _changes(before: Mapping[str, int], after: Mapping[str, int]) -> Iterator[str]:
+    for name, size in before.items():
+        if name not in after:
+            yield f"{name} is gone"
+        elif after[name] != size:
+            yield f"{name} has {after[name]:,} bytes, it had {size:,}"
+    yield from (f"{name} is new" for name in after if name not in before)
