@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import math
 import os
 import sys
@@ -158,7 +157,10 @@ class Run:
         self.place = self.home.place  # as the user named it
         self.faults, self.origin = faults, origin
         self.tokenizer: Tokenizer = tokenizers.load(config.data.tokenizer)
-        self.config = configs.resolve(self._kept(config), self.tokenizer.vocab_size)
+        self.config = configs.resolve(config, self.tokenizer.vocab_size)
+        stored = remote.read(self.place / "config.json")
+        if stored is not None:
+            self.config = configs.keeping(configs.from_json(stored.decode()), self.config)
         _check_apart(self.config, self.place)
         self.mesh: Mesh = make_mesh(self.config.mesh, None if devices is None else list(devices))
         train = self.config.train
@@ -198,14 +200,6 @@ class Run:
         self.log: train_log.TrainLog | None = None
         self.halted: str | None = None  # why, in a line
         self.left_out: dict[int, int] = {}  # batches left out after a rewind to a step
-
-    def _kept(self, config: Config) -> Config:
-        """The config with what a run that is there already keeps although it follows from what may change."""
-        stored = remote.read(self.place / "config.json")
-        if stored is None or config.monitor.zscore_min_history is not None:
-            return config
-        kept = configs.from_json(stored.decode()).zscore_min_history
-        return dataclasses.replace(config, monitor=dataclasses.replace(config.monitor, zscore_min_history=kept))
 
     def _check_stored(self) -> dict[str, tuple[Any, Any]]:
         """What of the stored config is another now, but how the processes find each other, which says nothing."""
