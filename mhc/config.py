@@ -1203,6 +1203,17 @@ def diff(old: Config, new: Config) -> dict[str, tuple[Any, Any]]:
     return {name: (before, after) for name, (before, after) in pairs if before != after}
 
 
+def keeping(old: Config, new: Config) -> Config:
+    """Return `new` with what the run that was stored with `old` keeps, although it follows from what may change: the
+    history before its first z-score, unless another is asked for."""
+    monitor = dataclasses.replace(new.monitor, zscore_min_history=None)
+    if new.monitor.zscore_min_history not in (None, dataclasses.replace(new, monitor=monitor).zscore_min_history):
+        return new
+    kept = old.monitor.zscore_min_history
+    kept = kept if kept is None else min(kept, new.monitor.zscore_window)
+    return dataclasses.replace(new, monitor=dataclasses.replace(monitor, zscore_min_history=kept))
+
+
 def check_resume(old: Config, new: Config) -> dict[str, tuple[Any, Any]]:
     """What changes when a run stored with `old` goes on with `new`, both resolved: {dotted name: (old, new)}.
 
@@ -1210,14 +1221,12 @@ def check_resume(old: Config, new: Config) -> dict[str, tuple[Any, Any]]:
 
     Raises: UserError naming every changed field that is not of RESUMABLE, with both values.
     """
-    changes = diff(old, new)
+    changes = diff(old, keeping(old, new))
     follows = all(config.schedule.decay_steps in (None, config.last_step) for config in (old, new))
     refused = {
         name: pair
         for name, pair in changes.items()
-        if not _resumable(name, RESUMABLE)
-        and not (name == "schedule.decay_steps" and follows)
-        and not (name == "monitor.zscore_min_history" and pair[1] is None)  # what a run has, it keeps
+        if not _resumable(name, RESUMABLE) and not (name == "schedule.decay_steps" and follows)
     }
     if refused:
         listed = "; ".join(f"{name}: stored {before!r}, given {after!r}" for name, (before, after) in refused.items())

@@ -158,7 +158,14 @@ class Run:
         self.place = self.home.place  # as the user named it
         self.faults, self.origin = faults, origin
         self.tokenizer: Tokenizer = tokenizers.load(config.data.tokenizer)
-        self.config = configs.resolve(self._kept(config), self.tokenizer.vocab_size)
+        stored = remote.read(self.place / "config.json")
+        before = None if stored is None else configs.from_json(stored.decode(), self.place / "config.json")
+        if before is not None and before.validation.rule == "first":  # an older run keeps its rows
+            kept = configs.keep_rule(vars(before.validation), vars(config.validation))
+            config = dataclasses.replace(config, validation=configs.ValidationConfig(**kept))
+        self.config = configs.resolve(config, self.tokenizer.vocab_size)
+        if before is not None:
+            self.config = configs.keeping(before, self.config)
         _check_apart(self.config, self.place)
         self.mesh: Mesh = make_mesh(self.config.mesh, None if devices is None else list(devices))
         train = self.config.train
@@ -200,20 +207,6 @@ class Run:
         self.log: train_log.TrainLog | None = None
         self.halted: str | None = None  # why, in a line
         self.left_out: dict[int, int] = {}  # batches left out after a rewind to a step
-
-    def _kept(self, config: Config) -> Config:
-        """Return the config with what a run that is there already keeps although a new run would get another value."""
-        stored = remote.read(self.place / "config.json")
-        if stored is None:
-            return config
-        before = configs.from_json(stored.decode(), self.place / "config.json")
-        if before.validation.rule == "first":  # an older run keeps its rows
-            kept = configs.keep_rule(vars(before.validation), vars(config.validation))
-            config = dataclasses.replace(config, validation=configs.ValidationConfig(**kept))
-        if config.monitor.zscore_min_history is None:
-            monitor = dataclasses.replace(config.monitor, zscore_min_history=before.zscore_min_history)
-            config = dataclasses.replace(config, monitor=monitor)
-        return config
 
     def _check_stored(self) -> dict[str, tuple[Any, Any]]:
         """What of the stored config is another now, but how the processes find each other, which says nothing."""

@@ -14,6 +14,7 @@ import jax
 import numpy as np
 import pytest
 
+from mhc import config as configs
 from mhc.config import Config
 from mhc.data import pipeline
 from mhc.data.tokenizers import load
@@ -369,6 +370,8 @@ def test_a_run_keeps_the_history_that_it_began_with(stored: int, corpus: str, fi
     made.data.close()
     assert made.config.monitor.zscore_min_history == stored
     assert "monitor.zscore_min_history" not in made.changes and "train.steps" in made.changes
+    before = configs.from_json((finished / "config.json").read_text())
+    assert configs.check_resume(before, resolved(config(corpus))) == {}
     with pytest.raises(UserError, match=rf"monitor.zscore_min_history: stored {stored}, given 30"):
         runs.Run(config(corpus, monitor={"zscore_min_history": 30}), finished, devices=jax.devices()[:1])
 
