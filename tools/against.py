@@ -70,7 +70,10 @@ FIELDS: dict[str, Any] = {
     "monitor.probe_sequences": 2,
     "monitor.tensorboard": False,
     "monitor.progress_every": 0,
+    "monitor.zscore_min_history": 64,  # once the default of short runs too
 }
+# Fields that newer code needs to be told to do what older code did, with a word of its source that tells it has them.
+AS_BEFORE: dict[str, tuple[Any, str]] = {"validation.rule": ("first", "def keep_rule(")}
 
 
 class Failed(Exception):
@@ -328,6 +331,13 @@ class Verdict(NamedTuple):
         return f"{self.kind:<10}" + "; ".join(f"{part}: {words}" for part, words in self.parts.items())
 
 
+def as_before(root: Path) -> dict[str, Any]:
+    """Return the fields under which the code at hand does what the code in ``root`` does without having them."""
+    config = root / "mhc" / "config.py"
+    source = config.read_text("utf-8") if config.is_file() else ""
+    return {name: value for name, (value, word) in AS_BEFORE.items() if word not in source}
+
+
 def compare(kind: str, fields: Mapping[str, Any], sides: tuple[Side, Side], folder: Path, parts: set[str]) -> Verdict:
     """Return what differs between two codes in one kind. Raises Failed.
 
@@ -349,7 +359,7 @@ def compare(kind: str, fields: Mapping[str, Any], sides: tuple[Side, Side], fold
         reference = record(folder / "old", steps)
         arrays, logged = len(reference["checkpoint"]), numbers(reference) - len(reference["checkpoint"])
     if "bits" in parts:
-        new.train(fields, folder / "new")
+        new.train({**as_before(old.root), **fields}, folder / "new")
         found = differing(reference, record(folder / "new", steps))
         tell("bits", found, f"{arrays} arrays, {logged:,} logged values of {steps} steps")
     if "resume" in parts:
