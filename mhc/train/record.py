@@ -16,13 +16,12 @@ import numpy as np
 from mhc import config as configs
 from mhc.config import Config
 from mhc.monitor import guard
+from mhc.monitor.boards import TensorBoardWriter, WandbWriter
 from mhc.monitor.detectors import RollingZScore, judged_score
 from mhc.monitor.writers import (
     JsonlWriter,
     NoWriter,
     Progress,
-    TensorBoardWriter,
-    WandbWriter,
     Writer,
     read_jsonl,
     repair,

@@ -28,8 +28,9 @@ from mhc.errors import UserError
 from mhc.model.decoder import DecoderDefinition
 from mhc.model.flops import count_parameters, flops_per_token, leaf_sizes
 from mhc.monitor import probes, train_log
+from mhc.monitor.boards import WandbWriter
 from mhc.monitor.phases import STALLED, Phases, Stall, Watchdog, device_memory, dump_stacks
-from mhc.monitor.writers import Progress, WandbWriter, append_jsonl, duration, read_json, write_json
+from mhc.monitor.writers import Progress, append_jsonl, duration, read_json, write_json
 from mhc.sharding import check_batch, local_rows, make_mesh, path_of, put_batch, threads_of_one_cpu
 from mhc.train import corpus, start
 from mhc.train.checkpoint import Checkpoints, committed_steps

@@ -16,11 +16,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mhc.errors import UserError
+from mhc.monitor.boards import TensorBoardWriter, WandbWriter
 from mhc.monitor.writers import (
     JsonlWriter,
     Progress,
-    TensorBoardWriter,
-    WandbWriter,
     Writer,
     duration,
     read_json,
