@@ -67,7 +67,7 @@ class Arm:
         """The Sinkhorn preset of an arm whose maps are projected by Sinkhorn, else None."""
         kind = kinds.known().get(self.kind)
         projected = kind is not None and kind.mixing == kinds.MHC.mixing
-        return str(self.config["residual"]["sinkhorn"]) if projected else None
+        return str(self.flat["residual.sinkhorn"]) if projected else None
 
     @property
     def seeds(self) -> tuple[int, int]:

@@ -67,9 +67,8 @@ def overrides(name: str) -> list[str]:
 
 
 def flat(config: Config) -> dict[str, Any]:
-    """Return {dotted name: value} of a config, as JSON has it."""
-    tree: dict[str, dict[str, Any]] = json.loads(configs.to_json(config))
-    return {f"{group}.{name}": value for group, fields in tree.items() for name, value in fields.items()}
+    """Return {dotted name: value} of a config, as JSON has it; of an option that its residual lacks, the default."""
+    return json.loads(json.dumps({name: configs.value_of(config, name) for name in configs.field_names()}))
 
 
 def weights(run: Path) -> dict[str, str]:

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from mhc import config as configs
 from mhc.config import Config
 from mhc.monitor.writers import JsonlWriter, write_json
 
@@ -144,7 +145,7 @@ def write_run(
     kind = settings.residual.kind
     random = np.random.default_rng(settings.seed.init + 17 * len(kind))
     folder.mkdir(parents=True, exist_ok=True)
-    write_json(folder / "config.json", dataclasses.asdict(settings))
+    write_json(folder / "config.json", configs.to_dict(settings))
     offset += {"plain": 0.0, "hc": -0.11, "mhc": -0.09}.get(kind, -0.05) + 0.01 * random.normal()
     wiggle = 0.1 * (1 + 0.05 * np.sin(np.arange(2 * settings.model.layers)))
     speed = {"plain": 9000.0, "hc": 3600.0, "mhc": 4100.0}.get(kind, 5000.0)

@@ -31,6 +31,7 @@ from eval.runs import Arm, gap_to_plain, load, measures, reference_arms
 from eval.sheet import Style, envelope, smooth
 from eval.spikes import history
 from eval.topologies import paired, topologies
+from mhc import config as configs
 from mhc.config import DataConfig
 from mhc.errors import UserError
 from mhc.monitor.writers import JsonlWriter, read_json, read_jsonl, write_json
@@ -242,7 +243,7 @@ def test_an_unfinished_run_with_a_torn_tail_is_reported(tmp_path: Path, quick: N
 def test_a_run_that_has_not_logged_is_left_out_with_a_warning(tmp_path: Path, quick: None) -> None:
     write_run(tmp_path / "plain", config("plain", steps=20))
     (tmp_path / "hc").mkdir()
-    write_json(tmp_path / "hc" / "config.json", dataclasses.asdict(config("hc")))
+    write_json(tmp_path / "hc" / "config.json", configs.to_dict(config("hc")))
     assert "hc is left out" in compare([tmp_path], recompute_gains=False).read_text()
     assert list(read_json(tmp_path / "summary.json")["arms"]) == ["plain"]
 

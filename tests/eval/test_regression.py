@@ -16,6 +16,7 @@ from eval import regression
 from eval.checkpoints import Checkpoint
 from eval.regression import Logits, Outputs, Rows
 from mhc import cli
+from mhc import config as configs
 from mhc.config import Config, to_json
 from mhc.errors import UserError
 from mhc.model.decoder import Params
@@ -214,7 +215,7 @@ def outputs(values: np.ndarray, config: Config | None = None, **about: Any) -> O
     made = config or config_of()
     told = {
         "checkpoint": "a",
-        "config": dataclasses.asdict(made),
+        "config": configs.to_dict(made),
         "vocabulary": values.shape[-1],
         "points": regression.points(made.model.layers),
         "device": "cpu",
