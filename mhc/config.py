@@ -1203,6 +1203,15 @@ def diff(old: Config, new: Config) -> dict[str, tuple[Any, Any]]:
     return {name: (before, after) for name, (before, after) in pairs if before != after}
 
 
+def going_on(old: Config, new: Config) -> Config:
+    """Return `new`, not resolved yet, with what a run that was stored with `old` keeps where `new` leaves it open: the
+    rule of validation of a run of an older version."""
+    if old.validation.rule != "first":
+        return new
+    kept = keep_rule(vars(old.validation), vars(new.validation))
+    return dataclasses.replace(new, validation=ValidationConfig(**kept))
+
+
 def keeping(old: Config, new: Config) -> Config:
     """Return `new` with what the run that was stored with `old` keeps, although it follows from what may change: the
     history before its first z-score, unless another is asked for."""

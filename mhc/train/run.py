@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import math
 import os
 import sys
@@ -161,9 +160,7 @@ class Run:
         self.tokenizer: Tokenizer = tokenizers.load(config.data.tokenizer)
         stored = remote.read(self.place / "config.json")
         before = None if stored is None else configs.from_json(stored.decode(), self.place / "config.json")
-        if before is not None and before.validation.rule == "first":  # an older run keeps its rows
-            kept = configs.keep_rule(vars(before.validation), vars(config.validation))
-            config = dataclasses.replace(config, validation=configs.ValidationConfig(**kept))
+        config = config if before is None else configs.going_on(before, config)
         self.config = configs.resolve(config, self.tokenizer.vocab_size)
         if before is not None:
             self.config = configs.keeping(before, self.config)

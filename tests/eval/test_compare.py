@@ -95,7 +95,7 @@ def install_checkpoints(monkeypatch: pytest.MonkeyPatch, error: float = 0.0, ste
             stored["residual"]["kind"],
             layers=stored["model"]["layers"],
             steps=stored["train"]["steps"],
-            residual__sinkhorn=sinkhorn or stored["residual"]["sinkhorn"],
+            residual__sinkhorn=sinkhorn or stored["residual"].get("sinkhorn", "paper"),
         )
         return {key: (1 + error) * np.asarray(probe(settings, loaded.step)[key]) for key in GAINS}
 
