@@ -28,7 +28,7 @@ os.environ["XLA_FLAGS"] = " ".join([_given, *_added]).strip()
 os.environ["JAX_PLATFORMS"] = "cpu"
 # Programs that tests start as subprocesses inherit these.
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parents[1] / ".jax_cache"))
-os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1")
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 
 # Time limits of single examples say how loaded the machine is, not whether a property holds.
 hypothesis.settings.register_profile("project", deadline=None)
