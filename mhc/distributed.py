@@ -161,12 +161,13 @@ def together() -> Iterator[None]:
         yield
     except UserError as error:
         ours = error
-    said = gather(None if ours is None else [str(ours), isinstance(ours, NoRoom)])
+    mistakes = gather(None if ours is None else [str(ours), isinstance(ours, NoRoom)])
     if ours is not None:
         raise ours
-    for number, one in enumerate(said):
-        if one is not None:
-            raise (NoRoom if one[1] else UserError)(f"process {number}: {one[0]}")
+    for number, mistake in enumerate(mistakes):
+        if mistake is not None:
+            text, no_room = mistake
+            raise (NoRoom if no_room else UserError)(f"process {number}: {text}")
 
 
 class StopRequest:

@@ -21,6 +21,7 @@ from mhc import distributed
 from mhc.config import DistributedConfig, to_json
 from mhc.distributed import StopRequest
 from mhc.errors import UserError
+from mhc.room import NoRoom
 from mhc.sharding import local_rows, make_mesh, put_batch
 from mhc.train.run import Run
 from tests.small import with_fields
@@ -145,8 +146,12 @@ def gathered(monkeypatch: pytest.MonkeyPatch, *others: object) -> None:
 
 
 def test_a_mistake_of_another_process_is_raised_here_too(monkeypatch):
-    gathered(monkeypatch, None, "the corpus is not there")
-    with pytest.raises(UserError, match=r"^process 2: the corpus is not there$"), distributed.together():
+    gathered(monkeypatch, None, ["the corpus is not there", False])
+    with pytest.raises(UserError, match=r"^process 2: the corpus is not there$") as caught, distributed.together():
+        pass
+    assert caught.type is UserError
+    gathered(monkeypatch, None, ["no room", True])
+    with pytest.raises(NoRoom, match=r"^process 2: no room$"), distributed.together():
         pass
     with pytest.raises(UserError, match=r"^mine$"), distributed.together():
         raise UserError("mine")

@@ -164,7 +164,7 @@ def test_a_cache_gives_what_whole_rows_give(kind: str) -> None:
     assert relative_error(pieces, whole) <= 1e-5
 
 
-@mostly_slow("deferred", "sources")
+@mostly_slow("sources")
 def test_depth_is_the_same_however_it_is_run(kind: str) -> None:
     """Scanned, unrolled, recomputed a block or a group at a time: one function, one gradient."""
     batch = packed(2)

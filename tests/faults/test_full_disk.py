@@ -37,7 +37,9 @@ def code_of(main: Callable[[], int]) -> Any:
     return left.value.code
 
 
-@pytest.mark.parametrize(("at", "last"), [(4, None), (8, 4), (12, 8)])
+@pytest.mark.parametrize(
+    ("at", "last"), [pytest.param(4, None, marks=pytest.mark.slow), (8, 4), pytest.param(12, 8, marks=pytest.mark.slow)]
+)
 def test_a_full_disk_during_a_checkpoint(
     at: int,
     last: int | None,

@@ -55,7 +55,7 @@ every_config = pytest.mark.parametrize("name", CONFIGS)
 def made(config: Config, lam: tuple[float, float] | None = None) -> tuple[DecoderDefinition, Any]:
     """A decoder, not the shared one that has no link, and its parameters; with ``lam`` in every layer."""
     definition = DecoderDefinition(config)
-    params = definition.init(jax.random.key(0))
+    params = jax.jit(definition.init)(jax.random.key(0))
     if lam is not None:
         params = jax.tree_util.tree_map_with_path(
             lambda path, leaf: jnp.broadcast_to(jnp.array(lam), leaf.shape) if "lam" in str(path[-1]) else leaf, params
@@ -64,7 +64,10 @@ def made(config: Config, lam: tuple[float, float] | None = None) -> tuple[Decode
 
 
 def logits(config: Config, params: Any, edits: Edits | None = None, observe: Any = None) -> Any:
-    return DecoderDefinition(config).bind(params).forward(TOKENS, edits=edits, observe=observe)
+    definition = DecoderDefinition(config)
+    return jax.jit(lambda params, edits: definition.bind(params).forward(TOKENS, edits=edits, observe=observe))(
+        params, edits
+    )
 
 
 def by_hand(decoder: Decoder) -> jax.Array:
@@ -107,7 +110,7 @@ def test_a_link_that_mixes_nothing_in_changes_nothing(name: str, linked: None, m
     moved = logits(config, made(config, (0.5, 0.5))[1]).h
     monkeypatch.delitem(memory.LINKS, "value_mix")
     definition, without = made(config)
-    h = definition.bind(without).forward(TOKENS).h
+    h = jax.jit(lambda params: definition.bind(params).forward(TOKENS).h)(without)
     np.testing.assert_allclose(with_link, h, rtol=0, atol=1e-6 * float(jnp.abs(h).max()))
     assert relative_error(moved, h) > 1e-3
 
@@ -117,17 +120,22 @@ def test_depth_and_cache_hand_it_on_alike(name: str, linked: None) -> None:
     """Scanned, unrolled, recomputed, and with the past in a cache, which keeps the mixed values."""
     config = CONFIGS[name]
     definition, params = made(config, (0.3, 0.9))
-    expected = definition.bind(params)(TOKENS)
+
+    def cached(params: Any) -> jax.Array:
+        decoder, parts = definition.bind(params), []
+        cache = decoder.empty_cache(2, 9)
+        for begin, end in ((0, 4), (4, 5), (5, 9)):
+            part, cache = decoder.extend(TOKENS[:, begin:end], cache)
+            parts.append(part)
+        return jnp.concatenate(parts, axis=1)
+
+    expected = jax.jit(lambda params: definition.bind(params)(TOKENS))(params)
+    assert relative_error(jax.jit(cached)(params), expected) <= 1e-5
     for model in ({"scan": False}, {"remat": "full"}, {"remat": "streams", "remat_blocks": 2}):
         fields = {"model": {"layers": 3, **model}}
-        other = small(config.residual.kind, **{**GROUPS[name], **fields})
-        assert relative_error(DecoderDefinition(other).bind(params)(TOKENS), expected) <= 1e-5, model
-    decoder, parts = definition.bind(params), []
-    cache = decoder.empty_cache(2, 9)
-    for begin, end in ((0, 4), (4, 5), (5, 9)):
-        part, cache = decoder.extend(TOKENS[:, begin:end], cache)
-        parts.append(part)
-    assert relative_error(jnp.concatenate(parts, axis=1), expected) <= 1e-5
+        other = DecoderDefinition(small(config.residual.kind, **{**GROUPS[name], **fields}))
+        run = jax.jit(lambda params, other=other: other.bind(params)(TOKENS))
+        assert relative_error(run(params), expected) <= 1e-5, model
 
 
 GROUPS: dict[str, dict[str, dict[str, Any]]] = {
