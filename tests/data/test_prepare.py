@@ -818,10 +818,11 @@ def test_a_signal_ends_it_as_any_error_does(
             cli.run_main(prepare.main, arguments)
     assert handlers == {each: signal.getsignal(each) for each in handlers}
     assert capsys.readouterr().err.splitlines()[-1] == "interrupted"
-    assert out.exists() == bool(shards)
-    if shards:
+    # The signal comes to the main thread while another makes the shard: whether it is still finished is a race.
+    finished = {f"shard-{number:05d}.array_record" for number in range(shards)}
+    if shards or out.exists():
         left = content(out)
-        assert {"plan.json", "origin.json", "shard-00002.array_record"} < set(left)
+        assert {"plan.json", "origin.json"} | finished < set(left)
         assert not [name for name in left if name.startswith(".part-")]
     assert prepare.main(arguments) == 0
     assert {**content(out), "origin.json": b""} == {**content(made), "origin.json": b""}
