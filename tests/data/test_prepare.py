@@ -36,7 +36,7 @@ from mhc.data import files, prepare, tokenizers
 from mhc.data.orders import open_corpus
 from mhc.data.packing import Tokenised
 from mhc.data.pipeline import train_iterator, validation_batches
-from mhc.data.prepared import Prepared, manifest_hash, pack, unpack
+from mhc.data.prepared import MANIFEST, Prepared, manifest_hash, pack, unpack
 from mhc.data.sources import documents, open_source
 from mhc.errors import UserError
 from tests import small_runs
@@ -842,6 +842,9 @@ def test_sigterm_to_it_and_its_processes_at_any_time_is_one_line(tmp_path: Path,
     os.killpg(running.pid, signal.SIGTERM)
     with running:
         said += running.stderr.readlines()
+    if running.returncode == 0:  # a fast machine was done by then
+        assert (out / MANIFEST).is_file() and after >= 2.5
+        return
     assert running.returncode == 128 + signal.SIGTERM
     assert said[-1] == "interrupted\n" and not [
         each for each in said[:-1] if "MB" not in each and "finding" not in each
