@@ -261,9 +261,9 @@ def _run_config_file(path: str) -> ConfigDict:
         raise
     except Exception as error:  # the file is the user's, and so is whatever it raises
         lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
-        said = error.args[0] if error.args else error  # str() of a KeyError is quoted and escaped
+        reason = error.args[0] if isinstance(error, KeyError) and error.args else error  # str() of one is quoted
         place = f", line {lines[-1]}" if lines else ""
-        raise UserError(f"config file {file}{place}: {type(error).__name__}: {said}") from None
+        raise UserError(f"config file {file}{place}: {type(error).__name__}: {reason}") from None
     if not isinstance(made, ConfigDict):
         raise UserError(
             f"config file {file}: get_config() gives {type(made).__name__}, allowed: ml_collections.ConfigDict"

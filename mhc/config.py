@@ -1,5 +1,7 @@
 """Configuration: frozen, validated dataclasses that everything below the command line reads.
 
+It is long because every field stands here once, with its rule, beside the checks of combinations.
+
 A run is described by an ``ml_collections.ConfigDict`` at the edge (``configs/*.py`` and ``--config.field=value``);
 ``from_config_dict`` turns it into the dataclasses below. Nothing below that line sees a ``ConfigDict``. ``None`` always
 means "derive it" or "none": the text of the field says which, and ``resolve`` fills in what derives from other fields.
@@ -1184,7 +1186,7 @@ def from_json(text: str, place: object = None) -> Config:
 
 
 def as_stored(tree: Any) -> Any:
-    """A stored config as a tree, with the rule of validation that was the only one before there was a field for it."""
+    """Return a stored config's tree; one from before ``validation.rule`` gets ``first``, the only rule of its time."""
     validation = tree.get("validation") if isinstance(tree, dict) else None
     if not isinstance(validation, dict) or "batches" not in validation or "rule" in validation:
         return tree
@@ -1192,7 +1194,7 @@ def as_stored(tree: Any) -> Any:
 
 
 def keep_rule(stored: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """The group ``validation`` as given, with what a stored one of an older version settled and this leaves open."""
+    """Return the group ``validation`` as given, filled in with what the stored one of an older run settled."""
     kept = {"rule": "first", "batches": stored.get("batches")} if stored.get("rule", "first") == "first" else {}
     return {**given, **{name: value for name, value in kept.items() if given.get(name) is None}}
 

@@ -138,11 +138,14 @@ def declare(kind: Kind, module: str | None = None) -> None:
 
     Raises:
       ValueError: another kind has the name; a parameter of the same path, or an option of the same name, is declared in
-        another way by another kind; an option has the name of a field that every kind has.
+        another way by another kind; an option has the name of a field that every kind has, or is no identifier; the
+        default N is not among its streams; ``decayed_by`` or ``preserving`` names an option that it lacks.
     """
     if kind.name in _KINDS and _KINDS[kind.name] != kind:
         raise ValueError(f"residual kind {kind.name!r} is already declared in another way")
-    if not kind.streams or (kind.default_n is not None and kind.default_n not in kind.streams):
+    if not kind.streams:
+        raise ValueError(f"kind {kind.name!r} has no number of streams")
+    if kind.default_n is not None and kind.default_n not in kind.streams:
         raise ValueError(f"kind {kind.name!r}: default_n={kind.default_n} is not among its streams {kind.streams}")
     for name, parameter in kind.parameters.items():
         if name in _PARAMETERS and _PARAMETERS[name] != parameter:
@@ -153,7 +156,9 @@ def declare(kind: Kind, module: str | None = None) -> None:
         if parameter.decayed_by is not None and parameter.decayed_by not in kind.options:
             raise ValueError(f"parameter {name!r} of kind {kind.name!r}: no option {parameter.decayed_by!r} decays it")
     for name, option in kind.options.items():
-        if name in COMMON or not name.isidentifier():
+        if not name.isidentifier():
+            raise ValueError(f"option {name!r} of kind {kind.name!r}: its name must be a Python identifier")
+        if name in COMMON:
             raise ValueError(f"option {name!r} of kind {kind.name!r}: every kind has a field of this name")
         if name in _OPTIONS and not _OPTIONS[name].same_field(option):
             raise ValueError(
@@ -286,13 +291,15 @@ def _import(name: str) -> None:
 
 def _failed(name: str, error: Exception) -> ModuleError:
     frames = traceback.extract_tb(error.__traceback__)
-    ours = os.path.dirname(os.path.abspath(__file__))
+    ours = os.path.dirname(os.path.abspath(__file__)) + os.sep
     theirs = [frame for frame in frames if "importlib" not in frame.filename and not frame.filename.startswith(ours)]
     file, line = (theirs[-1].filename, theirs[-1].lineno) if theirs else ("", None)
     if isinstance(error, SyntaxError):
         file, line = error.filename or file, error.lineno
     place = f" ({file}, line {line})" if file else ""
-    text = " ".join(str(error.args[0] if error.args else error).split())
+    # str() of a KeyError is quoted, that of a SyntaxError repeats the place; args[0] of an OSError is its number alone.
+    plain = isinstance(error, (KeyError, SyntaxError)) and error.args
+    text = " ".join(str(error.args[0] if plain else error).split())
     return ModuleError(f"residual.module: importing {name} failed{place}: {type(error).__name__}: {text}")
 
 

@@ -51,11 +51,11 @@ def free(place: str | os.PathLike[str]) -> str:
         left = float(shutil.disk_usage(path).free)
     except OSError:
         return ""
-    for unit in ("bytes", "kB", "MB", "GB"):
-        if left < 1000 or unit == "GB":
-            return f"{left:.3g} {unit} free in {path}" if unit != "GB" else f"{left:,.1f} GB free in {path}"
+    for unit in ("bytes", "kB", "MB"):
+        if left < 999.5:
+            return f"{left:.3g} {unit} free in {path}"
         left /= 1000
-    return ""
+    return f"{left:,.1f} GB free in {path}"
 
 
 @contextlib.contextmanager

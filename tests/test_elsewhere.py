@@ -134,6 +134,8 @@ MISSING = "residual.module: no module their_absent, allowed: one that Python fin
         ("their_kind,,", MODULE, "given 'their_kind,,', allowed: names of modules"),
         ("their_kind", "import their_other\n", "importing their_kind failed (.*their_kind.py, line 1): .*their_other"),
         ("their_kind", "\nx = 1 / 0\n", "importing their_kind failed (.*their_kind.py, line 2): ZeroDivisionError"),
+        ("their_kind", "open('absent.txt')\n", "line 1): FileNotFoundError: [Errno 2] No such file or directory"),
+        ("their_kind", "{}['absent']\n", "line 1): KeyError: absent"),
         ("their_kind", "def f(:\n", "importing their_kind failed (.*their_kind.py, line 1): SyntaxError"),
         ("their_kind", MODULE.replace("slower", "mhc"), "ValueError: residual kind 'mhc' is already registered"),
         ("their_kind", MODULE.replace('"brake"', '"iters"'), "ValueError: option 'iters' .*"),
@@ -228,12 +230,12 @@ def test_the_commands_of_the_page_run_as_they_stand(tmp_path: Path) -> None:
         assert done.returncode == 0, f"{shlex.join(command)}: {done.stderr[-2000:]}"
     run = tmp_path / "runs/ring"
     stored = read_json(run / "config.json")["residual"]
-    assert (stored["module"], stored["kind"], stored["laps"], stored["places"]) == ("ring", "ring", 2.0, 1)
+    assert (stored["module"], stored["kind"], stored["shifts"], stored["places"]) == ("ring", "ring", 2.0, 1)
     assert [row["step"] for row in read_jsonl(run / "metrics.jsonl")] == list(range(1, 21))
     assert "ring" in (tmp_path / "runs/ring_report/report.html").read_text("utf-8")
     assert json.loads((tmp_path / "runs/ring_report/summary.json").read_text())["arms"]
     arms = sorted(path.parent.name for path in (tmp_path / "runs/ring_grid").glob("*/summary.json"))
-    assert len(arms) == 2 and all("laps" in arm for arm in arms), arms
+    assert len(arms) == 2 and all("shifts" in arm for arm in arms), arms
     # The exported file alone gives what the run's decoder gives.
     code = (
         "import sys, json, numpy as np; sys.path.insert(0, 'runs/ring_export'); from model import load; "

@@ -66,22 +66,23 @@ def said(share: float, name: str) -> str:
 
 
 def check(source: Source, tokenizer: Tokenizer) -> None:
-    """Encodes the beginning of a corpus where the tokeniser cannot encode every text: better now than at some step.
+    """Encode the beginning of each corpus if its tokeniser cannot encode every text: better now than at some step.
 
     Raises: UserError for the first document that cannot be encoded, by its file and place.
     """
     if tokenizer.total:
         return
-    left = _CHECKED
-    for index in range(len(source)):
-        content = source[index]
-        if not isinstance(content, bytes) or left <= 0:
-            return
-        left -= len(content)
-        try:
-            tokenizer.encode(content)
-        except UserError as error:
-            raise UserError(f"{source.name(index)}: {error}") from None
+    for part in source.sources if isinstance(source, Joined) else [source]:
+        left = _CHECKED
+        for index in range(len(part)):
+            content = part[index]
+            if not isinstance(content, bytes) or left <= 0:
+                break
+            left -= len(content)
+            try:
+                tokenizer.encode(content)
+            except UserError as error:
+                raise UserError(f"{part.name(index)}: {error}") from None
 
 
 def worst(shares: Iterable[float]) -> float:

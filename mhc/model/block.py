@@ -61,8 +61,10 @@ def build_topology(config: Config, key: PathKey) -> ResidualTopology:
 
 
 def laid_out(topology: ResidualTopology, state: State, shape: tuple[int, ...]) -> State:
-    """Return the state of tokens x, whose shape is [B, T, D], laid out over the mesh: a leaf that ends in D as the
-    streams are, any other by its rows.
+    """Return the state laid out over the mesh: a leaf that ends in D as the streams are, any other by its rows.
+
+    Args:
+      shape: [B, T, D] of the tokens.
 
     Raises:
       ValueError: a leaf breaks the state rule.
@@ -148,7 +150,7 @@ class Block(nnx.Module):
         self, carry: Carry, context: CacheContext, cache: Cache, topology: ResidualTopology
     ) -> tuple[Carry, Cache]:
         """Return (what the next block gets, the cache with the new tokens): as a call, with the past in the cache."""
-        kept = [cache]
+        kept = [cache]  # a cell: the sublayer puts its new cache here, since what is handed on is the carry alone
 
         def attention(u: jax.Array, memory: Memory) -> tuple[jax.Array, Memory]:
             y, kept[0], memory = self.heads.extend(self.attention.before(u), context, cache, memory)

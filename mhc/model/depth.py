@@ -34,13 +34,13 @@ def scanned(step: Step, carry: Any, layers: Any) -> tuple[Any, Any]:
 def unrolled(step: Step, carry: Any, layers: Any) -> tuple[Any, Any]:
     """Run a step over all layers, each compiled by itself: the same numbers."""
     each = []
-    for number in range(length(layers)):
+    for number in range(_length(layers)):
         carry, out = step(carry, jax.tree.map(lambda leaf, i=number: leaf[i], layers))
         each.append(out)
     return carry, jax.tree.map(lambda *leaves: jnp.stack(leaves), *each)
 
 
-def length(layers: Any) -> int:
+def _length(layers: Any) -> int:
     """Return the number of layers, the leading axis of each of their inputs."""
     return int(jax.tree.leaves(layers)[0].shape[0])
 
@@ -59,10 +59,12 @@ def training_run(config: Config, topology: ResidualTopology) -> Run:
 
         def settled_group(carry: Carry, layers: Any) -> tuple[Carry, Any]:
             carry, out = inside(step, carry, layers)
+            if topology.period is not None:
+                return carry, out  # what moves alone is here: `through` settles the whole state at the period's end
             return carry._replace(state=topology.settle(carry.state)), out
 
         group = jax.checkpoint(settled_group, policy=policy, prevent_cse=not model.scan)
-        count = length(layers)
+        count = _length(layers)
         whole = count // size * size if model.scan else 0
         parts = []
         if whole:
@@ -72,13 +74,13 @@ def training_run(config: Config, topology: ResidualTopology) -> Run:
         for first in range(whole, count, size):
             carry, out = group(carry, jax.tree.map(lambda leaf, i=first: leaf[i : i + size], layers))
             parts.append(out)
-        return carry, joined(parts)
+        return carry, _concatenated(parts)
 
     return run
 
 
-def joined(parts: list[Any]) -> Any:
-    """Return what parts of the depth gave as one tree, along the layers."""
+def _concatenated(parts: list[Any]) -> Any:
+    """Return the outputs of parts of the depth as one tree, joined along the layers."""
     return jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *parts)
 
 
@@ -103,7 +105,7 @@ def through(
       scan: whether whole periods are scanned too, else they are unrolled.
       whole_state: whether a block may change what the topology holds (interventions do): then all of it is carried.
     """
-    period, count = topology.period, length(layers)
+    period, count = topology.period, _length(layers)
     if period is None:
         return run(step, carry, layers)
 
@@ -141,4 +143,4 @@ def through(
     if whole < count:
         carry, out = one_period(carry, part(whole, count), ends=False)
         parts.append(out)
-    return carry, joined(parts)
+    return carry, _concatenated(parts)

@@ -4,8 +4,8 @@ A *memory* is a dict of arrays that travels through depth with the residual's st
 one. Its leaves follow the state rule of ``mhc.residual.protocol``: [B, T, ...], or a scalar. It is made anew in every
 pass, and from the new tokens alone where a cache holds the past.
 
-A ``Link`` is what a layer does with it: value residuals and keys shared between layers are one file each, and one row
-of ``LINKS``.
+A ``Link`` is what a layer does with it, such as a value residual or keys shared between layers. No link ships yet: a
+new one is one file and one row of ``LINKS``.
 """
 
 from __future__ import annotations

@@ -125,7 +125,9 @@ class ResidualTopology(nnx.Module):
         """Return the state with nothing pending, of the same structure.
 
         A topology whose ``write`` puts work off until the next ``read`` does it here. A decoder settles a state where
-        it collapses it, shows it to probes or edits it, and where recomputation starts again from it.
+        it collapses it, shows it to probes or edits it, and where recomputation starts again from it. Where a topology
+        has a ``period``, it settles a state at the period's end instead: within one, recomputation starts from what
+        moves.
         """
         return state
 

@@ -31,7 +31,7 @@ class StreamConnection(Connection):
     n: int
 
     def token_maps(self, x: jax.Array) -> TokenMaps:
-        """The maps of every token from the streams x [..., N, D], float32 or wider."""
+        """Return every token's maps from the streams x [..., N, D], float32 or wider."""
         raise NotImplementedError
 
     def read(self, state: jax.Array) -> tuple[jax.Array, TokenMaps]:

@@ -50,11 +50,11 @@ class HyperConnection(Connection):
         self.connection = self.residual.connection(k, rngs=key / "connection")
 
     def expand(self, h: jax.Array) -> State:
-        """The state from h [..., D]: N copies of it, for a topology of streams."""
+        """Return the state from h [..., D]: N copies of it, for a topology of streams."""
         return self.residual.expand(h)
 
     def collapse(self, state: State) -> jax.Array:
-        """h [..., D] from the state."""
+        """Return h [..., D] from the state."""
         return self.residual.collapse(self.residual.settle(state))
 
     def read(self, state: State) -> tuple[jax.Array, Context]:

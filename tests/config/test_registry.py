@@ -151,7 +151,8 @@ def test_a_kind_has_a_default_number_of_streams(streams: tuple[int, ...], n: int
     ("kind", "why"),
     [
         (kinds.Kind("some", streams=(2, 4), default_n=3), "default_n=3 is not among its streams"),
-        (kinds.Kind("some", streams=()), "is not among its streams"),
+        (kinds.Kind("some", streams=()), "kind 'some' has no number of streams"),
+        (kinds.Kind("some", options={"a-b": kinds.Option("a", default=1)}), "must be a Python identifier"),
         (kinds.Kind("some", options={"init": kinds.Option("a preset", default="a")}), "every kind has a field"),
         (kinds.Kind("some", options={"iters": kinds.Option("rounds", default=3)}), "declared in another way"),
         (

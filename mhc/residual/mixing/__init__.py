@@ -33,7 +33,8 @@ class Mixing:
         raise NotImplementedError
 
     def initial(self, n: int, gap: float) -> jax.Array:
-        """Return the bias [R], float32, whose H_res is the identity but for entries e^-gap as large as its diagonal."""
+        """Return the bias [R], float32, from which H_res starts near the identity: every other logit is ``gap``
+        lower."""
         raise NotImplementedError
 
     def reference(self, logits: jax.Array, n: int) -> jax.Array:
