@@ -337,6 +337,14 @@ class ResidualConfig(_Group, group="residual"):
         fields = {"kind": kind, "n": n, "init": init, "collapse": collapse, "module": module}
         if isinstance(module, str):
             kinds.load(module)
+        if isinstance(kind, str) and kind not in kinds.names():
+            more = "residual.module names what registers others" if module is None else f"{module} registers no other"
+            refuse(
+                "residual.kind",
+                kind,
+                f"one of {', '.join(kinds.names())}",
+                f"{did_you_mean(kind, kinds.names())}; {more}",
+            )
         hints = _hints(type(self))  # type: ignore[arg-type]
         for name, value in fields.items():
             rule = type(self).__dataclass_fields__[name].metadata["rule"]
@@ -1064,8 +1072,9 @@ def load_kinds(tree: Mapping[str, Any]) -> None:
     """
     fields = tree.get("residual")
     modules = fields.get("module") if isinstance(fields, Mapping) else None
-    if isinstance(modules, str):
-        kinds.load(modules)
+    if modules is not None:
+        rule: Rule = ResidualConfig.__dataclass_fields__["module"].metadata["rule"]
+        kinds.load(rule.check("residual.module", str | None, modules))
 
 
 def resolve(config: Config, vocab_size: int) -> Config:
@@ -1097,7 +1106,7 @@ def resolve(config: Config, vocab_size: int) -> Config:
         moe=dataclasses.replace(config.moe, width=config.expert_width),
         residual=dataclasses.replace(
             residual,
-            module=residual.module or kinds.module_of(residual.kind),
+            module=kinds.modules_for(residual.kind, residual.module),
             n=residual.n or kind.default_streams,
             init=residual.init or next(iter(kind.inits), None),
             collapse=residual.collapse or kind.collapses[0],

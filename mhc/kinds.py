@@ -58,6 +58,10 @@ class Option(Rule):
             if self.default is None:
                 raise ValueError(f"an option whose default is None needs a type: {self.doc}")
             object.__setattr__(self, "type", type(self.default))
+        try:
+            self.check("default", self.type, self.default)
+        except UserError as error:
+            raise ValueError(f"option {self.doc!r}: {error}") from None
 
     def same_field(self, other: Option) -> bool:
         """Return whether the two mean one field: all but the words agree."""
@@ -104,7 +108,7 @@ class Kind:
     def refusal(self, field: str, value: object) -> str | None:
         """Return what is allowed for ``n``, ``init`` or ``collapse``, and why, where ``value`` is not; else None."""
         allowed: tuple[object, ...] = {"n": self.streams, "init": self.inits, "collapse": self.collapses}[field]
-        if value is None or value in allowed:
+        if value is None or (value in allowed and isinstance(value, type(allowed[0])) and not isinstance(value, bool)):
             return None
         words, why = " or ".join(map(str, allowed)) or "None", ""
         if field == "n":
@@ -143,8 +147,11 @@ def declare(kind: Kind, module: str | None = None) -> None:
     """
     if kind.name in _KINDS and _KINDS[kind.name] != kind:
         raise ValueError(f"residual kind {kind.name!r} is already declared in another way")
-    if not kind.streams:
-        raise ValueError(f"kind {kind.name!r} has no number of streams")
+    if not re.fullmatch(r"[A-Za-z]\w*", kind.name):
+        raise ValueError(f"kind {kind.name!r}: its name must be letters, digits and '_', a letter first")
+    whole = isinstance(kind.streams, tuple) and all(type(n) is int and n >= 1 for n in kind.streams)
+    if not whole or not kind.streams or not kind.collapses:
+        raise ValueError(f"kind {kind.name!r}: streams must be a tuple of ints from 1, and collapses name a way to end")
     if kind.default_n is not None and kind.default_n not in kind.streams:
         raise ValueError(f"kind {kind.name!r}: default_n={kind.default_n} is not among its streams {kind.streams}")
     for name, parameter in kind.parameters.items():
@@ -239,6 +246,13 @@ def module_of(kind: str) -> str | None:
     return _MODULES.get(kind)
 
 
+def modules_for(kind: str, given: str | None) -> str | None:
+    """Return the modules to import for a kind: those that are given, and the one that registered it."""
+    registered = _MODULES.get(kind)
+    names = [] if given is None else [part.strip() for part in given.split(",")]
+    return given if registered is None or registered in names else ",".join([*names, registered])
+
+
 def check_modules(name: str, value: str) -> None:
     """Refuse, for field ``name``, what is no list of module names. Raises UserError."""
     for _ in _module_names(name, value):
@@ -268,7 +282,7 @@ def load(modules: str | None) -> None:
                     "working directory"
                 ) from None
             raise _failed(name, error) from None
-        except Exception as error:  # the module is the user's, and so is whatever it raises
+        except (Exception, SystemExit) as error:  # the module is the user's, and so is whatever it raises
             raise _failed(name, error) from None
 
 
@@ -289,7 +303,7 @@ def _import(name: str) -> None:
     importlib.import_module(name)
 
 
-def _failed(name: str, error: Exception) -> ModuleError:
+def _failed(name: str, error: BaseException) -> ModuleError:
     frames = traceback.extract_tb(error.__traceback__)
     ours = os.path.dirname(os.path.abspath(__file__)) + os.sep
     theirs = [frame for frame in frames if "importlib" not in frame.filename and not frame.filename.startswith(ours)]
@@ -305,7 +319,7 @@ def _failed(name: str, error: Exception) -> ModuleError:
 
 def unknown(kind: str) -> str:
     """Return the words for a kind that nobody registered: what there is, the nearest, and how others are added."""
-    return f"unknown residual kind {kind!r}; allowed: {', '.join(_KINDS)}{did_you_mean(kind, _KINDS)}"
+    return f"unknown residual kind {kind!r}; allowed: {', '.join(_KINDS)}{did_you_mean(kind, _KINDS)}, or register it"
 
 
 # This project's kinds -------------------------------------------------------------------------------------------------

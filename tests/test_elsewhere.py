@@ -135,6 +135,8 @@ MISSING = "residual.module: no module their_absent, allowed: one that Python fin
         ("their_kind", "import their_other\n", "importing their_kind failed (.*their_kind.py, line 1): .*their_other"),
         ("their_kind", "\nx = 1 / 0\n", "importing their_kind failed (.*their_kind.py, line 2): ZeroDivisionError"),
         ("their_kind", "open('absent.txt')\n", "line 1): FileNotFoundError: [Errno 2] No such file or directory"),
+        ("their_kind", "import sys\nsys.exit(3)\n", "line 2): SystemExit: 3"),
+        ("their_kind", "x = 1\n", "given 'slower', allowed: one of plain.*; their_kind registers no other"),
         ("their_kind", "{}['absent']\n", "line 1): KeyError: absent"),
         ("their_kind", "def f(:\n", "importing their_kind failed (.*their_kind.py, line 1): SyntaxError"),
         ("their_kind", MODULE.replace("slower", "mhc"), "ValueError: residual kind 'mhc' is already registered"),
@@ -149,6 +151,22 @@ def test_a_module_that_does_not_serve_is_one_line(tmp_path: Path, name: str, tex
         from_config_dict({"residual": {"module": name, "kind": "slower"}})
     assert "\n" not in str(caught.value)
     assert re.search(re.escape(said).replace(r"\.\*", ".*"), str(caught.value)), str(caught.value)
+
+
+def test_a_run_stores_the_module_that_registered_its_kind_whatever_else_is_named(tmp_path: Path) -> None:
+    """One that only leads to it may not do so next time; one that registers nothing never does."""
+    (tmp_path / "their_kind.py").write_text(MODULE)
+    (tmp_path / "their_other.py").write_text("import their_kind\n")
+    made = resolve(from_config_dict({"residual": {"module": "their_other", "kind": "slower"}}), 32)
+    assert made.residual.module == "their_other,their_kind"
+    assert resolve(made, 32) == made
+    with forgotten():
+        (tmp_path / "their_other.py").write_text("")
+        assert from_json(to_json(made)) == made
+    with pytest.raises(UserError, match=r"residual\.module: given 5, allowed: names of modules"):
+        from_config_dict({"residual": {"module": 5, "kind": "slower", "brake": 2.0}})
+    with pytest.raises(UserError, match=r"; residual\.module names what registers others$"):
+        from_config_dict({"residual": {"kind": "slow"}})
 
 
 def test_a_missing_module_is_told_with_the_run_that_needs_it(tmp_path: Path) -> None:

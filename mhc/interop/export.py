@@ -11,6 +11,7 @@ from __future__ import annotations
 import builtins
 import dis
 import inspect
+import itertools
 import json
 import math
 import re
@@ -134,6 +135,9 @@ def model_file(config: Config) -> str:
     if runner is None:
         have = ", ".join(name for name in kinds.names() if not kinds.module_of(name))
         raise UserError(f"{refused}: it has no numpy form (`runner` of its topology), allowed: {have}, or one with it")
+    foreign = _foreign(runner)
+    if foreign:
+        raise UserError(f"{refused}: its numpy form uses {', '.join(foreign)}, which model.py does not have")
     template = Path(__file__).with_name("standalone.py").read_text()
     marker = re.search(r"^# An exported file has .*\nfrom mhc\.residual\.runner import .*\n", template, re.MULTILINE)
     assert marker is not None
@@ -148,30 +152,36 @@ def model_file(config: Config) -> str:
     needs = [line for line in needs if line not in head]
     head = head.replace("import json\n", "".join(sorted([*needs, "import json\n"])), 1)
     text = f"{head.rstrip()}\n\n\n{code}\n\nResidual = {runner.__name__}\n{template[marker.end() :]}"
-    missing = _undefined(text)
-    if missing:
-        raise UserError(f"{refused}: its numpy form uses {', '.join(missing)}, which model.py does not have")
     return text
 
 
-def _undefined(text: str) -> list[str]:
-    """Return the global names that a file uses and neither defines nor imports."""
+def _foreign(runner: type) -> list[str]:
+    """Return the global names that a runner's methods use and that model.py does not have, or has for something
+    else."""
+    from mhc.residual import runner as numpy_form
+
+    own = {part.__name__: part for part in runner.__mro__}
+    known = {"np": np, "math": math, "itertools": itertools, **vars(builtins), **own}
+    known |= {"sigmoid": numpy_form.sigmoid, "softmax": numpy_form.softmax}
 
     def used(code: types.CodeType) -> Iterator[str]:
-        yield from (op.argval for op in dis.get_instructions(code) if op.opname in ("LOAD_GLOBAL", "LOAD_NAME"))
+        yield from (step.argval for step in dis.get_instructions(code) if step.opname == "LOAD_GLOBAL")
         for constant in code.co_consts:
             if isinstance(constant, types.CodeType):
                 yield from used(constant)
 
-    def stored(code: types.CodeType) -> Iterator[str]:
-        yield from (op.argval for op in dis.get_instructions(code) if op.opname.startswith("STORE_NAME"))
-        for constant in code.co_consts:
-            if isinstance(constant, types.CodeType):
-                yield from stored(constant)
-
-    code = compile(text, "model.py", "exec")
-    defined = {*stored(code), *dir(builtins), "__file__", "__name__", "__module__", "__qualname__"}
-    return sorted(set(used(code)) - defined)
+    foreign = set()
+    for part in runner.__mro__[:-1]:
+        for method in vars(part).values():
+            if isinstance(method, types.FunctionType):
+                where = method.__globals__
+                names = {
+                    name
+                    for name in used(method.__code__)
+                    if name not in known or where.get(name, known[name]) is not known[name]
+                }
+                foreign |= names
+    return sorted(foreign)
 
 
 def our_names(config: Config) -> dict[str, tuple[str, int | None, tuple[int, ...]]]:

@@ -7,6 +7,8 @@ config.json holds ``model``: groups of fields that say what is computed. The wei
 layer; matrices are [in, out]. Every row is one document from position 0; all is computed in float64, without a cache.
 """
 
+from __future__ import annotations
+
 import json
 import math
 import sys

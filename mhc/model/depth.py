@@ -108,6 +108,8 @@ def through(
     period, count = topology.period, _length(layers)
     if period is None:
         return run(step, carry, layers)
+    if period < 1:
+        raise ValueError(f"{type(topology).__name__}: period is {period}, and must be at least one block")
 
     def one_period(carry: Any, layers: Any, ends: bool = True) -> tuple[Any, Any]:
         held, moving = ((), carry.state) if whole_state else topology.held(carry.state)

@@ -25,7 +25,7 @@ import jax
 from flax import nnx
 
 from mhc import kinds as _kinds
-from mhc.errors import did_you_mean
+from mhc.errors import UserError, did_you_mean
 from mhc.kinds import Kind
 from mhc.residual.functional import Maps
 from mhc.residual.runner import Runner
@@ -180,7 +180,8 @@ def register(kind: Kind, builder: Builder) -> None:
         declared in another way by another kind.
     """
     if kind.name in _REGISTRY or _kinds.known().get(kind.name, kind) != kind:
-        raise ValueError(f"residual kind {kind.name!r} is already registered")
+        place = _kinds.module_of(kind.name)
+        raise ValueError(f"residual kind {kind.name!r} is already registered{f' by {place}' if place else ''}")
     of_training = {parameter.decayed_by for parameter in kind.parameters.values()}
     for name in kind.options:
         if name not in _taken(builder, kind) and name not in of_training:
@@ -251,7 +252,8 @@ def build(
       given: n, init, collapse and the kind's options, as its builder takes them.
 
     Raises:
-      ValueError: unknown kind or option, or a number of streams, preset or collapse that it does not have.
+      ValueError: unknown kind or option, a value that an option may not hold, or a number of streams, preset or
+        collapse that it does not have.
     """
     taken, spec = options(kind), _kinds.known()[kind]
     for field in ("n", "init", "collapse"):
@@ -266,5 +268,12 @@ def build(
             raise ValueError(
                 f"kind {kind!r} has no option {name!r}{did_you_mean(name, allowed)}; allowed: {', '.join(allowed)}"
             )
+        if name in spec.options:
+            try:
+                spec.options[name].check(name, spec.options[name].type, given[name])
+            except UserError as error:
+                raise ValueError(str(error)) from None
+    if sublayers is not None and sublayers < 1:
+        raise ValueError(f"sublayers: given {sublayers}, allowed: an int >= 1")
     depth = {"sublayers": sublayers} if "sublayers" in taken else {}
     return builder(kind)(width, rngs=rngs, **depth, **given)

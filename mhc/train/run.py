@@ -266,6 +266,12 @@ class Run:
     def _open(self, closing: contextlib.ExitStack) -> None:
         """Make or restore the state, cut the record to it, and open the writers."""
         config, place = self.config, self.place
+        residual = config.residual
+        if residual.module is None and not residual.spec.builder:
+            self.progress.note(
+                f"warning: residual.kind={residual.kind} is registered by this program alone, so that no other can "
+                "read the run; put it into a module and name that as residual.module"
+            )
         for name, (before, after) in self.changes.items():
             self.progress.note(f"{place}: {name} changed from {before!r} to {after!r}")
         if self.primary:

@@ -124,6 +124,18 @@ def test_an_unknown_option_is_refused_with_the_nearest() -> None:
         residual.HyperConnection(8, 0, kind="mhc", rngs=nnx.Rngs(0), sinkorn="paper")
     with pytest.raises(ValueError, match=r"kind 'plain' has no option 'iters'; allowed: n, collapse, scale"):
         residual.build("plain", 8, rngs=nnx.Rngs(0), iters=3)
+    for kind, wrong in (
+        ("mhc", {"iters": 2.5}),
+        ("mhc", {"rms_eps": -1.0}),
+        ("hc", {"tanh": "no"}),
+        ("plain", {"scale": "x"}),
+        ("mhc", {"alpha": "x"}),
+        ("mhc", {"n": 4.0}),
+        ("mhc", {"n": True}),
+        ("mhc", {"sublayers": 0}),
+    ):
+        with pytest.raises(ValueError, match=rf"{next(iter(wrong))}: given .*, allowed: "):
+            residual.HyperConnection(8, 0, kind=kind, rngs=nnx.Rngs(0), **wrong)
     with pytest.raises(ValueError, match=r"unknown residual kind 'mch'; .*\(did you mean mhc\?\)"):
         residual.build("mch", 8, rngs=nnx.Rngs(0))
 
@@ -151,7 +163,12 @@ def test_a_kind_has_a_default_number_of_streams(streams: tuple[int, ...], n: int
     ("kind", "why"),
     [
         (kinds.Kind("some", streams=(2, 4), default_n=3), "default_n=3 is not among its streams"),
-        (kinds.Kind("some", streams=()), "kind 'some' has no number of streams"),
+        (kinds.Kind("some", streams=()), "streams must be a tuple of ints from 1"),
+        (kinds.Kind("some", streams=(0, 2)), "streams must be a tuple of ints from 1"),
+        (kinds.Kind("some", streams=4), "streams must be a tuple of ints from 1"),  # type: ignore[arg-type]
+        (kinds.Kind("some", collapses=()), "collapses name a way to end"),
+        (kinds.Kind("some.kind"), "its name must be letters, digits"),
+        (kinds.Kind(""), "its name must be letters, digits"),
         (kinds.Kind("some", options={"a-b": kinds.Option("a", default=1)}), "must be a Python identifier"),
         (kinds.Kind("some", options={"init": kinds.Option("a preset", default="a")}), "every kind has a field"),
         (kinds.Kind("some", options={"iters": kinds.Option("rounds", default=3)}), "declared in another way"),
@@ -169,6 +186,9 @@ def test_a_kind_that_contradicts_itself_or_others_is_refused(kind: kinds.Kind, w
     assert kinds.names() == before
     with pytest.raises(ValueError, match="needs a type"):
         kinds.Option("none of any type")
+    for fields in ({"default": 0, "low": 1}, {"default": "a", "choices": ("b",)}, {"default": 2.0, "type": int}):
+        with pytest.raises(ValueError, match=r"option 'odd': default: given .*, allowed: "):
+            kinds.Option("odd", **fields)
 
 
 @by_name

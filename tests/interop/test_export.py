@@ -26,6 +26,8 @@ from mhc.errors import UserError
 from mhc.interop import HfFolder, export, hf
 from mhc.model.block import build_topology
 from mhc.model.decoder import DecoderDefinition, Params
+from mhc.residual import StreamRunner
+from mhc.residual.manifold import ManifoldHyperConnections
 from mhc.rng import path_key
 from mhc.train.checkpoint import load_run
 from tests import small_runs
@@ -133,6 +135,54 @@ def test_the_short_file_gives_the_model_s_logits(case: str, tmp_path: Path) -> N
 
 def test_every_residual_of_this_project_is_known() -> None:
     assert set(kinds.names()) == {kind for kind, _ in CASES.values()}
+
+
+def unlike(x):
+    """A helper of this module, which model.py does not have."""
+    return x
+
+
+def sigmoid(x):
+    """Another function than that of model.py."""
+    return 0.25 + 0.0 * x
+
+
+class Elsewhere(StreamRunner):
+    def maps(self, x: jax.Array, name: str) -> Any:
+        return unlike(x)
+
+
+class Shadowed(StreamRunner):
+    def maps(self, x: jax.Array, name: str) -> Any:
+        return sigmoid(x)
+
+
+class Annotated(StreamRunner):
+    def maps(self, x: jax.Array, name: str) -> Any:
+        half = np.full((*x.shape[:2], self.n), 1.0 / self.n)
+        return half, half, np.broadcast_to(np.eye(self.n), (*half.shape, self.n))
+
+
+@pytest.mark.parametrize(
+    ("runner", "said"),
+    [
+        (None, r"residual\.kind=mhc: it cannot be exported in our names: it has no numpy form .*, allowed: plain, hc"),
+        (Elsewhere, "its numpy form uses unlike, which model.py does not have"),
+        (Shadowed, "its numpy form uses sigmoid, which model.py does not have"),
+    ],
+)
+def test_a_kind_that_model_py_cannot_run_is_refused_by_name(
+    runner: Any, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ManifoldHyperConnections, "numpy_form", lambda self: runner)
+    with pytest.raises(UserError, match=said):
+        export.model_file(small("mhc"))
+
+
+def test_annotations_of_a_numpy_form_need_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(ManifoldHyperConnections, "numpy_form", lambda self: Annotated)
+    config = small("mhc")
+    assert np.isfinite(loaded(exported(config, random_params(config), tmp_path))(TOKENS)).all()
 
 
 def test_shards_are_read_like_one_file(tmp_path: Path) -> None:

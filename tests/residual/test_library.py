@@ -225,8 +225,8 @@ def test_what_is_no_output_is_refused() -> None:
         ({"kind": "mhc_lite", "n": 6}, "n: given 6, allowed: from 1 to 5 .* permutation"),
         ({"kind": "hc", "init": "home"}, "init: given 'home', allowed: hc"),
         ({"collapse": "product"}, "collapse: given 'product', allowed: mean or sum or head"),
-        ({"sinkhorn": "papre"}, "unknown Sinkhorn preset 'papre'"),
-        ({"iters": 0}, "iters must be at least 1"),
+        ({"sinkhorn": "papre"}, "sinkhorn: given 'papre', allowed: one of paper, deepseek"),
+        ({"iters": 0}, "iters: given 0, allowed: an int >= 1"),
     ],
 )
 def test_a_wrong_option_is_refused(options: dict[str, Any], said: str) -> None:
