@@ -60,7 +60,7 @@ def forgetful(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
     with registry_restored():
         yield
     for name in set(sys.modules) - before:
-        if name.startswith("their"):
+        if name.startswith("their") or name == "ring":
             del sys.modules[name]
 
 
