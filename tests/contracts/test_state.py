@@ -164,9 +164,18 @@ def test_a_cache_gives_what_whole_rows_give(kind: str) -> None:
     assert relative_error(pieces, whole) <= 1e-5
 
 
-@mostly_slow("sources")
+@mostly_slow()
 def test_depth_is_the_same_however_it_is_run(kind: str) -> None:
     """Scanned, unrolled, recomputed a block or a group at a time: one function, one gradient."""
+    compare_depths(kind, {}, {"remat": "full"}, {"remat": "streams", "remat_blocks": 2})
+
+
+def test_periods_are_the_same_scanned_and_recomputed_as_unrolled() -> None:
+    compare_depths("sources", {"remat": "full"})
+
+
+def compare_depths(kind: str, *models: dict[str, Any]) -> None:
+    """Loss and gradient under each way to compute the model, against unrolled blocks with all kept."""
     batch = packed(2)
 
     def values(model: dict[str, Any]) -> tuple[jax.Array, Any]:
@@ -179,7 +188,7 @@ def test_depth_is_the_same_however_it_is_run(kind: str) -> None:
         return jax.jit(jax.value_and_grad(loss))(near_start(config))
 
     expected, slope = values({"scan": False})
-    for model in ({}, {"remat": "full"}, {"remat": "streams", "remat_blocks": 2}):
+    for model in models:
         got, grads = values(model)
         assert relative_error(got, expected) <= 1e-5, model
         for a, b in zip(jax.tree.leaves(grads), jax.tree.leaves(slope), strict=True):
