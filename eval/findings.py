@@ -76,7 +76,7 @@ def number(value: float | None, digits: int = 4) -> str:
 
 
 def _lossy(arms: Sequence[Arm]) -> list[str]:
-    """A line for each tokeniser that loses a part of the text."""
+    """Return a line for each tokeniser that loses a part of the text."""
     shares: dict[str, float] = {}
     for arm in arms:
         name = str(arm.config["data"].get("tokenizer"))

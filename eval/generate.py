@@ -59,7 +59,7 @@ class TextStream(Protocol):
     """Text of tokens that come one at a time. What is not a whole character yet is held back."""
 
     def push(self, token: int) -> str:
-        """The text that is certain now and was not before."""
+        """Return the text that is certain now and was not before."""
         ...
 
     def end(self) -> str:
@@ -71,7 +71,7 @@ _STRAY = "\N{REPLACEMENT CHARACTER}"
 
 
 class PieceStream:
-    """What tokens add to the text of those before them: in all, what decoding the whole gives.
+    """Stream what tokens add to the text of those before them: in all, what decoding the whole gives.
 
     The last pieces that were told are decoded again together with the new ones; what comes out behind them is new.
     U+FFFD at the end is held back as long as it may become a character: bytes that are part of one are three at most.
@@ -87,7 +87,7 @@ class PieceStream:
         self._tell(self._before, len(self._before))
 
     def push(self, token: int) -> str:
-        """The text that is certain now and was not before."""
+        """Return the text that is certain now and was not before."""
         self._ids.append(token)
         text = self._tokenizer.decode(self._ids)
         new = self._tell(text, len(text))
@@ -97,7 +97,7 @@ class PieceStream:
         return new
 
     def end(self) -> str:
-        """What was held back, as it is."""
+        """Return what was held back, as it is."""
         text = self._tokenizer.decode(self._ids)
         self._pass(text, len(text))
         self._told, new = len(text), text[self._told :]
@@ -119,7 +119,7 @@ class PieceStream:
             self._before = self._before[: self._told]  # the rest of it became another character
 
     def _cut(self) -> bool:
-        """Whether ids far from the end were forgotten: those before one that opens a character."""
+        """Forget ids far from the end, those before one that opens a character; return whether any were."""
         for index in range(len(self._ids) - _CONTEXT, 0, -1):
             if self._tokenizer.starts(self._ids[index]):
                 self._ids = self._ids[index:]
@@ -139,7 +139,7 @@ class StopStrings:
         self._stops, self._held, self.found = tuple(stops), "", False
 
     def push(self, text: str) -> str:
-        """The text that is certain now and was not before."""
+        """Return the text that is certain now and was not before."""
         text = self._held + text
         starts = [start for stop in self._stops if (start := text.find(stop)) >= 0]
         if starts:

@@ -351,7 +351,7 @@ _NEUTRAL: Mapping[str, Any] = {
 
 
 def generation(arguments: Mapping[str, Any], limit: int | None) -> Generation:
-    """Of a task's generation_kwargs; what asks for nothing passes.
+    """Read a task's generation_kwargs; what asks for nothing passes.
 
     Raises: UserError for one that would change the text and is not known here, or a value that is none.
     """
@@ -391,7 +391,7 @@ def generation(arguments: Mapping[str, Any], limit: int | None) -> Generation:
 
 
 def _number(arguments: Mapping[str, Any], name: str, default: float = 0.0) -> float:
-    """A number among the arguments, ``default`` where it is absent or null. Raises UserError for anything else."""
+    """Return a number among the arguments, ``default`` where it is absent or null. Raises UserError otherwise."""
     value = arguments.get(name)
     if value is None:
         return default

@@ -63,7 +63,7 @@ class Found(NamedTuple):
 
 
 def packed(config: Config, split: Split, *, rows: int, batch_size: int, eos: bool = True) -> Corpus:
-    """The rows of the run's validation, by its rule: documents end to end, cut at the sequence length.
+    """Return the rows of the run's validation, by its rule: documents end to end, cut at the sequence length.
 
     Args:
       rows: of each set, where validation has several; 0 for all. eos: whether the end of a document is scored as well.

@@ -34,7 +34,7 @@ def check_stops(stops: Iterable[str]) -> None:
 
 
 def read_prompts(path: str, field: str) -> list[str]:
-    """The prompts of a file: its lines but empty ones, or, of a .jsonl file, a field of each line; each a `Prompt`.
+    """Return the prompts of a file, each a `Prompt`: its lines but empty ones, or a field of each line of a .jsonl.
 
     Raises:
       UserError: no such file, no UTF-8, a line that is no object with the field, or no prompt at all.
@@ -64,7 +64,7 @@ def read_prompts(path: str, field: str) -> list[str]:
 
 
 def place_of(prompt: str, number: int) -> str:
-    """Where a prompt is from, for messages; ``number``: of it, from 1."""
+    """Return where a prompt is from, for messages; ``number``: its number, from 1."""
     return prompt.place if isinstance(prompt, Prompt) else f"prompt {number}"
 
 

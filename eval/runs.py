@@ -185,7 +185,7 @@ def load(paths: Sequence[str | os.PathLike[str]]) -> tuple[Path | None, list[Arm
 
 
 def measures(arm: Arm) -> dict[str, Any]:
-    """What summary.json says of one arm; None where the run does not tell, or was too short to be judged.
+    """Return what summary.json says of one arm; None where the run does not tell, or was too short to be judged.
 
     Everything that the logs hold is computed from them; ``seconds``, ``params`` and ``exit_reason`` come from the
     run's own summary.

@@ -383,7 +383,7 @@ class ResidualConfig(_Group, group="residual"):
 
     @property
     def spec(self) -> kinds.Kind:
-        """What the kind declares."""
+        """The row of the kind: what it declares."""
         return kinds.known()[self.kind]
 
     @property

@@ -41,7 +41,7 @@ class _Stream:
         raise NotImplementedError
 
     def isatty(self) -> bool:
-        """Whether it is a terminal."""
+        """Return whether it is a terminal."""
         try:
             return self._stream is not None and self._stream.isatty()
         except ValueError:  # closed

@@ -23,7 +23,7 @@ _CHECKED = 16 << 20  # bytes of text that are encoded at opening where a tokenis
 
 
 def share_lost(source: Source, tokenizer: Tokenizer) -> float:
-    """The share of the bytes that ``tokenizer`` loses, from 0 to 1, of documents spread evenly over the source.
+    """Return the share of the bytes that ``tokenizer`` loses, from 0 to 1, of documents spread evenly over the source.
 
     Of ids without text it is the share of those that are the unknown id. Of a prepared corpus it is what was measured
     when it was prepared; an older folder tells what is unknown or dropped, but not what a normaliser changed.
@@ -60,7 +60,7 @@ def reason(share: float, name: str) -> str | None:
 
 
 def said(share: float, name: str) -> str:
-    """The share in a clause."""
+    """Return the share in a clause."""
     shown = f"{share:.2%}" if share >= 5e-5 or not share else "less than 0.01%"
     return f"{name} loses {shown} of the text's bytes (dropped, normalised away or on the unknown id)"
 
@@ -86,7 +86,7 @@ def check(source: Source, tokenizer: Tokenizer) -> None:
 
 
 def worst(shares: Iterable[float]) -> float:
-    """The largest of some shares."""
+    """Return the largest of some shares; 0 of none."""
     return max(shares, default=0.0)
 
 
@@ -95,7 +95,7 @@ def _stored(source: Source) -> float | None:
 
 
 def _beginning(content: bytes, size: int) -> str:
-    """A text up to ``size`` bytes, cut where a word ends."""
+    """Return a text's first ``size`` bytes at most, cut where a word ends."""
     if len(content) <= size:
         return content.decode()
     text = content[:size].decode(errors="ignore")
@@ -108,7 +108,7 @@ def _size(content: Tokenised, tokenizer: Tokenizer) -> int:
 
 
 def _lost_of_ids(content: Tokenised, tokenizer: Tokenizer) -> int:
-    """What of a text whose ids alone are there is unknown, or longer than what the ids decode to."""
+    """Return how many bytes of a document of ids are on the unknown id, or are not in what the ids decode to."""
     lengths = tokenizer.byte_lengths[content.ids] if content.lengths is None else content.lengths
     unknown = int(lengths[content.ids == tokenizer.unknown_id].sum(dtype=np.int64))
     known = content.ids[content.ids != tokenizer.unknown_id]

@@ -52,7 +52,7 @@ def _hash(text: str) -> int:
 
 
 def _mix(value: np.ndarray) -> np.ndarray:
-    """The splitmix64 finaliser: neighbouring numbers to unrelated ones, uint64 to uint64."""
+    """Return uint64 scores, unrelated for neighbouring numbers: the finaliser of splitmix64."""
     with np.errstate(over="ignore"):
         value = value + np.uint64(0x9E3779B97F4A7C15)
         value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)

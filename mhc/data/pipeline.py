@@ -242,7 +242,7 @@ class ValidationBatches:
         return share_lost(self._source, self._tokenizer)
 
     def said(self, name: str = "") -> str:
-        """A line on how much of the set is read; rows are made for that, unless they are all."""
+        """Return a line on how much of the set is read; rows are made for that, unless they are all."""
         of = f"validation set {name}" if name else "validation"
         if not self._count:
             return f"{of}: all of its {len(self._source):,} document(s)"
@@ -297,7 +297,7 @@ _KEPT = 1 << 24  # tokens of validation rows that are kept, at some 10 bytes eac
 
 
 def _narrow(array: np.ndarray) -> np.dtype:
-    """The smallest type for the values of one field of a batch, none of which is negative."""
+    """Return the smallest type for the values of one field of a batch, none of which is negative."""
     return np.min_scalar_type(int(array.max(initial=0)))
 
 

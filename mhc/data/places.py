@@ -79,7 +79,7 @@ def stem(name: str) -> str:
 
 
 def is_parquet(name: str) -> bool:
-    """Whether a file of this name is a parquet file."""
+    """Return whether a file of this name is a parquet file."""
     return name.lower().endswith((".parquet", ".pq"))
 
 
@@ -89,13 +89,13 @@ def is_lines(name: str) -> bool:
 
 
 def is_new_lines(name: str) -> bool:
-    """Whether `is_lines` knows a name that older versions took for plain text."""
+    """Return whether `is_lines` knows a name that older versions took for plain text."""
     inner = name.removesuffix(".gz") if name.endswith(".gz") else name.removesuffix(".zst")
     return is_lines(name) and not (inner.endswith(".jsonl") or name.endswith(".parquet"))
 
 
 def pointer(content: bytes) -> str | None:
-    """What a file is that stands for another one, and how that is fetched, from its beginning; None: it is itself."""
+    """Return what a file is that stands for another one, and how that is fetched; None: it is itself."""
     return next((what for start, what in _POINTERS.items() if content.startswith(start)), None)
 
 

@@ -63,7 +63,7 @@ def stretches(offsets: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int, sl
 
 
 def plain_decoder(tokenizer: Any, described: dict[str, Any]) -> Any:
-    """The file's decoder; where it has none, one that adds no space which is not in the ids."""
+    """Return the file's decoder; where it has none, one that adds no space which is not in the ids."""
     from tokenizers import decoders
 
     if tokenizer.decoder is not None:
@@ -91,13 +91,13 @@ def byte_offsets(string: str) -> np.ndarray:
 
 
 def is_byte_level(described: dict[str, Any]) -> bool:
-    """Whether pieces spell bytes by one printable character each."""
+    """Return whether pieces spell bytes by one printable character each."""
     return '"ByteLevel"' in json.dumps([described.get(part) for part in ("pre_tokenizer", "decoder", "normalizer")])
 
 
 @functools.cache
 def later_bytes() -> frozenset[str]:
-    """The characters by which byte-level pieces spell 80 to BF, the bytes that no UTF-8 character begins with."""
+    """Return the characters by which byte-level pieces spell 80 to BF, with which no UTF-8 character begins."""
     from tokenizers.pre_tokenizers import ByteLevel
 
     spell = ByteLevel(add_prefix_space=False, use_regex=False).pre_tokenize_str

@@ -73,7 +73,7 @@ class Rows(DocumentStream):
             self.position, self.offset, self._document = position, offset, document
 
     def take(self, room: int) -> tuple[np.ndarray, np.ndarray, np.ndarray] | None:
-        """As `DocumentStream.take`."""
+        """Take as `DocumentStream.take` does, and note the document."""
         taken = super().take(room)
         if taken is not None:
             # A document that is used up leaves the stream at the next one's start.

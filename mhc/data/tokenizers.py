@@ -101,7 +101,7 @@ class Tokenizer(Protocol):
         ...
 
     def starts(self, id_: int) -> bool:
-        """Whether a sequence may be cut before this id and decoded in two: no character goes across."""
+        """Return whether a sequence may be cut before this id and decoded in two: no character goes across."""
         ...
 
 
@@ -142,7 +142,7 @@ class ByteTokenizer:
         return {"bos_token": "<s>", "eos_token": "</s>"}
 
     def starts(self, id_: int) -> bool:
-        """Whether an id is a byte that a character may begin with."""
+        """Return whether an id is a byte that a character may begin with."""
         return id_ < 256 and id_ & 0xC0 != 0x80
 
     def decode(self, ids: Any) -> str:
@@ -375,7 +375,7 @@ class JsonTokenizer:
         return {role: token for role, token in spelled.items() if token is not None}
 
     def starts(self, id_: int) -> bool:
-        """Whether an id begins with a whole character or with the first byte of one."""
+        """Return whether an id begins with a whole character or with the first byte of one."""
         if self._byte_of[id_] >= 0:
             return bool(self._byte_of[id_] & 0xC0 != 0x80)
         piece = self._spellings[id_]

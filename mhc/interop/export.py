@@ -110,7 +110,7 @@ def generation_config(config: Config, tokenizer: Tokenizer) -> dict[str, Any]:
 
 
 def function_fields(config: Config) -> dict[str, dict[str, Any]]:
-    """The groups of a resolved config that say what is computed, without fields for training alone."""
+    """Return the groups of a resolved config that say what is computed, without fields for training alone."""
     tree = configs.to_dict(config)
     left_out = {group: set(_TRAINING.get(group, ())) for group in GROUPS}
     left_out["residual"] |= {name for name, option in kinds.options().items() if option.initial}
@@ -257,7 +257,7 @@ def write_tokenizer(path: Path, spec: str) -> None:
 
 
 def write_tokenizer_config(path: Path, config: Config) -> None:
-    """A tokenizer_config.json that names the special tokens; what lay beside the run's tokeniser stays in it.
+    """Write a tokenizer_config.json that names the special tokens; what lay beside the run's tokeniser stays in it.
 
     An id that was added behind the file's vocabulary has no token there, and none is named for it.
     """

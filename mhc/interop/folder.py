@@ -133,7 +133,7 @@ class HfFolder(Mapping[str, np.ndarray]):
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """The JSON object in a file. Raises UserError where it cannot be read, or holds something else."""
+    """Return the JSON object in a file. Raises UserError where it cannot be read, or holds something else."""
     try:
         content = path.read_bytes()
         if content.startswith(LFS):

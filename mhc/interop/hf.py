@@ -113,7 +113,7 @@ def merged(raw: Mapping[str, Any], groups: Mapping[str, Mapping[str, Any]]) -> C
 def check_source(
     config: Config, raw: Mapping[str, Any], source: Mapping[str, np.ndarray], layout: Layout
 ) -> dict[str, Tensor]:
-    """The plan of a source, checked against the names, shapes and dtypes of its tensors. Nothing is read.
+    """Return the plan of a source, checked against names, shapes and dtypes of its tensors. Nothing is read.
 
     What is left out, or is not of this model at all, may have any dtype.
     """

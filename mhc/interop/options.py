@@ -29,7 +29,7 @@ _MOST = 2**31 - 1  # of a size
 
 
 class Options:
-    """The options of a config, or of a mapping inside of one (``under``).
+    """Read the options of a config, or of a mapping inside of one (``under``).
 
     An option that is absent and one that is null are two things: the former is the default of the family's class, the
     latter a value, which each call gives a meaning of its own or refuses.
@@ -65,7 +65,7 @@ class Options:
         return name, value
 
     def count(self, *names: str, default: int | None = None, null: Any = REFUSED, low: int = 1) -> int:
-        """A whole number from ``low``, under any of the names of one thing."""
+        """Return a whole number from ``low``, under any of the names of one thing."""
         kind = f"a whole number from {low}"
         name, value = self._size(names, default, null, kind)
         whole = isinstance(value, (int, float)) and not isinstance(value, bool) and low <= value <= _MOST
@@ -98,7 +98,7 @@ class Options:
         return choices[value] if known else self.refuse(name, value, " or ".join(choices))
 
     def mapping(self, name: str) -> Mapping[str, Any]:
-        """A mapping, empty where there is none, or null."""
+        """Return a mapping, empty where there is none, or null."""
         value = self.take(name, default={}, null={})
         return value if isinstance(value, Mapping) else self.refuse(name, value, "an object")
 

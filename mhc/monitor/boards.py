@@ -44,7 +44,7 @@ class TensorBoardWriter:
 
     @contextlib.contextmanager
     def _trying(self) -> Iterator[None]:
-        """What a full disk ends is said in a warning, once; nothing is written from then on."""
+        """Warn once when a full disk stops the board; write nothing from then on."""
         try:
             yield
         except OSError as error:
@@ -93,7 +93,7 @@ class WandbWriter:
 
     @staticmethod
     def check(mode: str) -> Any:
-        """The module wandb. Raises UserError where it is not installed: to be called before anything is written."""
+        """Import wandb. Raises UserError where it is not installed: to be called before anything is written."""
         try:
             import wandb  # an extra of this project, and heavy
         except ImportError:

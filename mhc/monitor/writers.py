@@ -359,7 +359,7 @@ def _revive(value: Any) -> Any:
 
 
 def _revived(record: dict[str, Any], place: str) -> dict[str, Any]:
-    """A record with the strings of non-finite numbers as floats. Raises UserError where it is nested too deep."""
+    """Return a record with the strings of non-finite numbers as floats. Raises UserError for too deep a nesting."""
     try:
         return {key: _revive(value) for key, value in record.items()}
     except RecursionError:

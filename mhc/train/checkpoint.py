@@ -32,7 +32,7 @@ ITEMS = ("state", "host", "config")
 
 
 def _no_full_disk(record: logging.LogRecord) -> bool:
-    """A full disk is said in one line, by whoever waits for the save, and not in each of orbax's threads."""
+    """Return whether a log record is of anything but a full disk, which whoever waits for the save reports."""
     error = record.exc_info[1] if record.exc_info else None
     return room.why_full(error or Exception(record.getMessage())) is None
 
@@ -246,7 +246,7 @@ def _reading(run: Folder, step: int, part: str) -> Iterator[None]:
 
 
 def _why(error: BaseException) -> str:
-    """What an error in reading says, in few words; those that led to it count too."""
+    """Return what an error in reading says, in few words; those that led to it count too."""
     texts = []
     chain: BaseException | None = error
     while chain is not None:

@@ -423,7 +423,7 @@ class Run:
             self._save()
 
     def _judged(self) -> str:
-        """What the start of a short run says of its z-scores, which need some history."""
+        """Return what the start of a short run says of its z-scores, which need some history."""
         least, steps = self.config.zscore_min_history, self.config.train.steps
         if least >= steps:
             return (
