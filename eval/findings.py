@@ -15,7 +15,7 @@ from eval.recompute import Recomputed
 from eval.runs import Arm, differing_fields
 from eval.spikes import History, listed, monitors, unjudged
 from eval.topologies import Paired, Topology
-from mhc.data import fidelity
+from mhc.data.corpus import fidelity
 
 AGREEMENT = 1e-4  # relative difference up to which recomputed gains count as the logged ones
 

@@ -18,7 +18,7 @@ from eval import perplexity
 from eval.checkpoints import Checkpoint
 from eval.scoring import FIELDS, resampled, token_scores
 from mhc.config import Config
-from mhc.data.sources import Split
+from mhc.data.corpus.sources import Split
 from mhc.errors import UserError
 from mhc.model.attention import Attention
 from mhc.model.decoder import Decoder, Observer, SublayerView

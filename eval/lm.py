@@ -26,7 +26,8 @@ from eval import checkpoints
 from eval.generate import Generator, padded, power_of_two
 from eval.scoring import Scorer, windows
 from eval.terminal import Progress
-from mhc.data import fidelity, tokenizers
+from mhc.data import tokenizers
+from mhc.data.corpus import fidelity
 from mhc.errors import UserError, did_you_mean
 from mhc.model.sampling import Sampling
 

@@ -19,9 +19,10 @@ from jax.sharding import Mesh
 from mhc import config as configs
 from mhc import distributed, provenance, remote, streams
 from mhc.config import Config, shares
-from mhc.data import fidelity, pipeline, tokenizers
-from mhc.data.places import may_match
-from mhc.data.prepared import manifest_hash
+from mhc.data import pipeline, tokenizers
+from mhc.data.corpus import fidelity
+from mhc.data.files.globs import may_match
+from mhc.data.shards.manifest import manifest_hash
 from mhc.data.tokenizers import Tokenizer
 from mhc.errors import UserError
 from mhc.model.decoder import DecoderDefinition

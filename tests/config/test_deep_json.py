@@ -13,7 +13,8 @@ import pytest
 from eval import prompts, regression
 from mhc import config, provenance
 from mhc.data import tokenizers
-from mhc.data.prepared import MANIFEST, Prepared
+from mhc.data.corpus.prepared import Prepared
+from mhc.data.shards.manifest import MANIFEST
 from mhc.errors import UserError
 from mhc.grid import folder as grid_folder
 from mhc.interop import HfFolder

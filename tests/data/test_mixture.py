@@ -19,8 +19,8 @@ import pytest
 from eval import checkpoints, perplexity
 from mhc.config import Config, shares
 from mhc.data import pipeline, tokenizers
-from mhc.data.mixture import Assignment
-from mhc.data.sources import open_source, parts
+from mhc.data.corpus.sources import open_source, parts
+from mhc.data.rows.mixture import Assignment
 from mhc.errors import UserError
 from mhc.monitor.writers import read_jsonl
 from tests.small_runs import assert_equal_runs, config, run

@@ -17,9 +17,9 @@ from eval import perplexity
 from mhc import config as configs
 from mhc.config import DataConfig
 from mhc.data import pipeline, prepare, tokenizers
-from mhc.data import spread as spreads
-from mhc.data.packing import Document, empty_batch, fill_row
-from mhc.data.spread import Rows
+from mhc.data.rows import spread as spreads
+from mhc.data.rows.packing import Document, empty_batch, fill_row
+from mhc.data.rows.spread import Rows
 from mhc.errors import UserError
 from mhc.monitor.writers import read_json
 from tests.small_runs import config, lines, run
