@@ -28,7 +28,7 @@ from eval.topologies import paired, topologies
 from mhc import cli, remote, room
 from mhc.config import DataConfig
 from mhc.errors import UserError
-from mhc.monitor.writers import read_json, write_json
+from mhc.files import read_json, write_json
 
 
 def compare(paths: Sequence[str | Path], out: str | Path | None = None, *, recompute_gains: bool = True) -> Path:

@@ -53,7 +53,7 @@ def watch(
     Raises:
       What ``measure`` raises, where the checkpoint is still there.
     """
-    from mhc.monitor.writers import append_jsonl, read_jsonl, repair
+    from mhc.files import append_jsonl, read_jsonl, repair
     from mhc.train.checkpoint import committed_steps
 
     repair(out)

@@ -19,6 +19,8 @@ FLOORS = {
     "mhc.errors": 0,
     "mhc.rules": 0,
     "mhc.kinds": 0,
+    "mhc.files": 0,
+    "mhc.chips": 0,
     "mhc.config": 0,
     "mhc.room": 0,
     "mhc.streams": 0,

@@ -15,10 +15,10 @@ from mhc import config, provenance
 from mhc.data import tokenizers
 from mhc.data.prepared import MANIFEST, Prepared
 from mhc.errors import UserError
+from mhc.files import read_json, read_jsonl
 from mhc.grid import folder as grid_folder
 from mhc.interop import HfFolder
 from mhc.interop.safetensors import SafetensorsFile
-from mhc.monitor.writers import read_json, read_jsonl
 from mhc.train.checkpoint import find_checkpoint
 from tpu import table
 

@@ -22,7 +22,7 @@ from mhc.config import DataConfig
 from mhc.data import fidelity, inspect, orders, prepare, tokenizers
 from mhc.data.pipeline import train_iterator, validation_batches
 from mhc.errors import UserError
-from mhc.monitor.writers import read_json, read_jsonl
+from mhc.files import read_json, read_jsonl
 from tests.small_runs import config, run
 
 HERE = Path(__file__).parent / "tokenizers"

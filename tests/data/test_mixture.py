@@ -22,7 +22,7 @@ from mhc.data import pipeline, tokenizers
 from mhc.data.mixture import Assignment
 from mhc.data.sources import open_source, parts
 from mhc.errors import UserError
-from mhc.monitor.writers import read_jsonl
+from mhc.files import read_jsonl
 from tests.small_runs import assert_equal_runs, config, run
 
 BYTES = tokenizers.load("bytes")

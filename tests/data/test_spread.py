@@ -21,7 +21,7 @@ from mhc.data import spread as spreads
 from mhc.data.packing import Document, empty_batch, fill_row
 from mhc.data.spread import Rows
 from mhc.errors import UserError
-from mhc.monitor.writers import read_json
+from mhc.files import read_json
 from tests.small_runs import config, lines, run
 
 BYTES = tokenizers.load("bytes")

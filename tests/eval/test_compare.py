@@ -34,7 +34,7 @@ from eval.topologies import paired, topologies
 from mhc import config as configs
 from mhc.config import DataConfig
 from mhc.errors import UserError
-from mhc.monitor.writers import JsonlWriter, read_json, read_jsonl, write_json
+from mhc.files import JsonlWriter, read_json, read_jsonl, write_json
 from mhc.room import NoRoom
 from tests.eval.synthetic_runs import GAINS, config, crossed, demo, grid, probe, rewound, spike, write_run
 from tests.small_runs import small_disk

@@ -11,7 +11,7 @@ import pytest
 
 from eval import checkpoints, mappings
 from mhc import cli
-from mhc.monitor.writers import read_json, read_jsonl
+from mhc.files import read_json, read_jsonl
 from tests.small_runs import config, on_demand, run, snapshot, write_corpus
 
 KINDS = ("plain", "hc", "mhc")

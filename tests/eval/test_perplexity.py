@@ -19,7 +19,7 @@ from eval.scoring import Sums, intervals, measures, resampled
 from mhc import cli
 from mhc.config import from_json
 from mhc.errors import UserError
-from mhc.monitor.writers import read_jsonl
+from mhc.files import read_jsonl
 from tests.small_runs import config, run, snapshot
 
 

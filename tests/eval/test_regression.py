@@ -19,8 +19,8 @@ from mhc import cli
 from mhc import config as configs
 from mhc.config import Config, to_json
 from mhc.errors import UserError
+from mhc.files import read_json
 from mhc.model.decoder import Params
-from mhc.monitor.writers import read_json
 from mhc.sharding import make_mesh, path_of
 from mhc.train.checkpoint import save_weights
 from mhc.train.start import preserving

@@ -20,7 +20,7 @@ from eval.replay import batches_left_out, change, render
 from mhc import cli
 from mhc.config import Config, from_config_dict, resolve
 from mhc.errors import UserError
-from mhc.monitor.writers import read_json, read_jsonl, write_json
+from mhc.files import read_json, read_jsonl, write_json
 from mhc.train import run as runs
 from mhc.train import step as steps
 from mhc.train.checkpoint import committed_steps
