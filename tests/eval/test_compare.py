@@ -453,7 +453,7 @@ def test_a_run_without_events_says_so(tmp_path: Path, quick: None) -> None:
     assert "no monitor crossed its threshold" in compare([tmp_path], recompute_gains=False).read_text()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_twenty_arms_fit_a_small_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rates, seeds, events: every figure, its data, and a page that a browser opens at once."""
     monkeypatch.setattr(compare_module, "baselines", lambda data: Baselines(4.6, 3.6, None, 1000, 100))
