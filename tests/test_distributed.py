@@ -21,7 +21,7 @@ from mhc import distributed
 from mhc.config import DistributedConfig, to_json
 from mhc.distributed import StopRequest
 from mhc.errors import UserError
-from mhc.room import NoRoom
+from mhc.full_disk import DiskFull
 from mhc.sharding import local_rows, make_mesh, put_batch
 from mhc.train.run import Run
 from tests.small import with_fields
@@ -151,7 +151,7 @@ def test_a_mistake_of_another_process_is_raised_here_too(monkeypatch):
         pass
     assert caught.type is UserError
     gathered(monkeypatch, None, ["no room", True])
-    with pytest.raises(NoRoom, match=r"^process 2: no room$"), distributed.together():
+    with pytest.raises(DiskFull, match=r"^process 2: no room$"), distributed.together():
         pass
     with pytest.raises(UserError, match=r"^mine$"), distributed.together():
         raise UserError("mine")

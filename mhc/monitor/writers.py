@@ -20,7 +20,7 @@ from typing import Any, Protocol, TextIO
 
 import numpy as np
 
-from mhc import room, streams
+from mhc import full_disk, stdio
 from mhc.errors import UserError
 
 log = logging.getLogger(__name__)
@@ -76,20 +76,20 @@ class JsonlWriter:
         before, self._kept = self._kept, self._kept + _line(record)
         try:
             self.flush()
-        except room.NoRoom as full:
+        except full_disk.DiskFull as full:
             if not before:
                 log.warning("%s; its lines are kept until there is room", full)
 
     def flush(self, then: str = "") -> None:
-        """Write every line that was kept. Raises NoRoom where that cannot be; ``then`` ends its message."""
+        """Write every line that was kept. Raises DiskFull where that cannot be; ``then`` ends its message."""
         if self._kept:
-            with room.writing(self.path, then=then):
+            with full_disk.reporting(self.path, then=then):
                 _append(self._file, self._kept)
             self._kept = b""
 
     def close(self) -> None:
         """Close the file. Lines that there is still no room for are lost."""
-        with contextlib.suppress(room.NoRoom):
+        with contextlib.suppress(full_disk.DiskFull):
             self.flush()
         self._file.close()
 
@@ -179,7 +179,7 @@ def read_jsonl(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
 def write_json(path: str | os.PathLike[str], value: Any) -> None:
     """Write one JSON document (indented, non-finite numbers as strings), replacing the file in one rename.
 
-    Raises NoRoom where the disk is full; the file is then as it was.
+    Raises DiskFull where the disk is full; the file is then as it was.
     """
     path = Path(path)
     _replace(path, json.dumps(jsonable(value), indent=2, allow_nan=False, ensure_ascii=False).encode() + b"\n")
@@ -236,7 +236,7 @@ class Progress:
         total: steps of the whole run.
         every: steps between lines where the stream is no terminal; 0: write nothing at all.
         label: put before the line, to tell runs apart.
-        stream: where to; default stderr. A line that it does not take is left out (`mhc.streams`).
+        stream: where to; default stderr. A line that it does not take is left out (`mhc.stdio`).
         clock: seconds, monotonic.
 
     Attributes:
@@ -255,7 +255,7 @@ class Progress:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._total, self._every, self._label = total, every, label
-        self._stream = streams.unfailing(sys.stderr if stream is None else stream)
+        self._stream = stdio.lossy(sys.stderr if stream is None else stream)
         self._clock = clock
         self._tty = self._stream.isatty()
         self._first: tuple[int, float] | None = None  # step and time of the first record: compilation is behind it
@@ -335,11 +335,11 @@ def _replace(path: Path, content: bytes) -> None:
     """Put ``content`` in place of a file (which need not exist) at once, keeping its mode."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        with room.writing(path), temporary.open("wb") as file:
+        with full_disk.reporting(path), temporary.open("wb") as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
-    except room.NoRoom:
+    except full_disk.DiskFull:
         temporary.unlink(missing_ok=True)
         raise
     if path.exists():

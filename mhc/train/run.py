@@ -17,7 +17,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from mhc import config as configs
-from mhc import distributed, provenance, remote, streams
+from mhc import distributed, provenance, remote, stdio
 from mhc.config import Config, shares
 from mhc.data import fidelity, pipeline, tokenizers
 from mhc.data.places import may_match
@@ -228,7 +228,7 @@ class Run:
             with distributed.together():
                 closing.enter_context(self.home.held(writes=self.primary))
             train, monitor = self.config.train, self.config.monitor
-            self.stderr = streams.unfailing(sys.stderr)
+            self.stderr = stdio.lossy(sys.stderr)
             stream = None if self.primary else closing.enter_context(open(os.devnull, "w"))  # one process speaks
             self.progress = Progress(train.steps, every=monitor.progress_every, label=self.place.name, stream=stream)
             closing.callback(self.progress.close)
