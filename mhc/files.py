@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from mhc import room
+from mhc import full_disk
 from mhc.errors import UserError
 
 log = logging.getLogger(__name__)
@@ -52,20 +52,20 @@ class JsonlWriter:
         before, self._kept = self._kept, self._kept + _line(record)
         try:
             self.flush()
-        except room.NoRoom as full:
+        except full_disk.DiskFull as full:
             if not before:
                 log.warning("%s; its lines are kept until there is room", full)
 
     def flush(self, then: str = "") -> None:
-        """Write every line that was kept. Raises NoRoom for a full disk, with ``then`` at the end of its message."""
+        """Write every line that was kept. Raises DiskFull for a full disk, with ``then`` at the end of its message."""
         if self._kept:
-            with room.writing(self.path, then=then):
+            with full_disk.reporting(self.path, then=then):
                 _append(self._file, self._kept)
             self._kept = b""
 
     def close(self) -> None:
         """Close the file. Lines that there is still no room for are lost."""
-        with contextlib.suppress(room.NoRoom):
+        with contextlib.suppress(full_disk.DiskFull):
             self.flush()
         self._file.close()
 
@@ -155,7 +155,7 @@ def read_jsonl(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
 def write_json(path: str | os.PathLike[str], value: Any) -> None:
     """Write one JSON document (indented, non-finite numbers as strings), replacing the file in one rename.
 
-    Raises NoRoom where the disk is full; the file is then as it was.
+    Raises DiskFull where the disk is full; the file is then as it was.
     """
     path = Path(path)
     _replace(path, json.dumps(jsonable(value), indent=2, allow_nan=False, ensure_ascii=False).encode() + b"\n")
@@ -206,11 +206,11 @@ def _replace(path: Path, content: bytes) -> None:
     """Put ``content`` in place of a file (which need not exist) at once, keeping its mode."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        with room.writing(path), temporary.open("wb") as file:
+        with full_disk.reporting(path), temporary.open("wb") as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
-    except room.NoRoom:
+    except full_disk.DiskFull:
         temporary.unlink(missing_ok=True)
         raise
     if path.exists():

@@ -217,7 +217,7 @@ SMALL = [
 ]
 
 
-@pytest.mark.slow
+@pytest.mark.process
 def test_the_commands_of_the_page_run_as_they_stand(tmp_path: Path) -> None:
     """Train, resume, compare, evaluate, export, replay, a grid: the plain programs, in processes of their own."""
     for block in re.findall(r"^```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL):

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from mhc.errors import UserError
 from mhc.files import JsonlWriter, read_json, read_jsonl, repair, write_json
-from mhc.room import NoRoom
+from mhc.full_disk import DiskFull
 from tests.small_runs import small_disk
 
 numbers = st.floats() | st.integers(-(2**53), 2**53)
@@ -42,7 +42,7 @@ def test_lines_without_room_are_kept_and_written_later(tmp_path: Path, caplog: p
             for step in range(3):
                 writer.write({"step": before + 1 + step, "loss": "x" * 40})
             assert read_jsonl(path)[: before + 1] == read_jsonl(path)  # whole lines alone
-            with pytest.raises(NoRoom, match=r"metrics\.jsonl: cannot be written: File too large; .* free"):
+            with pytest.raises(DiskFull, match=r"metrics\.jsonl: cannot be written: File too large; .* free"):
                 writer.flush()
         writer.flush()
         assert [line["step"] for line in read_jsonl(path)] == list(range(1, before + 4))
@@ -55,7 +55,7 @@ def test_lines_without_room_are_kept_and_written_later(tmp_path: Path, caplog: p
 def test_a_document_without_room_stays_as_it_was(tmp_path: Path) -> None:
     path = tmp_path / "summary.json"
     write_json(path, {"a": 1})
-    with small_disk(20), pytest.raises(NoRoom, match=r"summary\.json: cannot be written"):
+    with small_disk(20), pytest.raises(DiskFull, match=r"summary\.json: cannot be written"):
         write_json(path, {"a": "x" * 100})
     assert read_json(path) == {"a": 1} and [file.name for file in tmp_path.iterdir()] == ["summary.json"]
 

@@ -173,7 +173,7 @@ def test_processes_find_each_other_anew(finished, tmp_path):
     assert provenance.config_hash(from_json(json.dumps(stored["config"]))) == provenance.config_hash(origin.config)
 
 
-@pytest.mark.slow
+@pytest.mark.process
 def test_the_command_line_starts_from_it(finished, tmp_path):
     """Two processes: one from the file, one that changes a field too."""
     for name, more, steps in (("a", (), 12), ("b", ("--config.train.steps=3",), 3)):

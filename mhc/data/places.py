@@ -24,7 +24,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from mhc import remote, room
+from mhc import full_disk, remote
 from mhc.config import DataConfig
 from mhc.errors import UserError, did_you_mean
 
@@ -130,7 +130,9 @@ class replacing:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             handle, self._temporary = tempfile.mkstemp(dir=self._path.parent, prefix=".part-")
         except OSError as error:
-            raise room.kind(error)(f"{self._setting}: cannot write to {self._path.parent}: {error.strerror}") from None
+            raise full_disk.error_class(error)(
+                f"{self._setting}: cannot write to {self._path.parent}: {error.strerror}"
+            ) from None
         os.close(handle)
         return self._temporary
 
@@ -143,7 +145,7 @@ class replacing:
         if error is not None:
             os.unlink(self._temporary)
         if isinstance(error, OSError) and error.errno is not None:  # a store's errors have none
-            raise room.kind(error)(f"{self._setting}: cannot make {self._path}: {error.strerror}") from None
+            raise full_disk.error_class(error)(f"{self._setting}: cannot make {self._path}: {error.strerror}") from None
 
 
 # The files of a pattern -----------------------------------------------------------------------------------------------

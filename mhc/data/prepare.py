@@ -33,7 +33,7 @@ from typing import Any
 
 import numpy as np
 
-from mhc import cli, remote, room
+from mhc import cli, full_disk, remote
 from mhc.config import DataConfig
 from mhc.data import fidelity, tokenizers
 from mhc.data.files import TextFiles, piece_size
@@ -118,7 +118,9 @@ def _writing(path: Path) -> Iterator[None]:
         yield
     except (OSError, RuntimeError) as error:
         said = getattr(error, "strerror", None) or re.sub(r"^\w+\(\) failed: ", "", str(error).partition("; ")[0])
-        raise room.kind(error)(f"--out: cannot write {path}: {said}; once it can, the same command goes on") from None
+        raise full_disk.error_class(error)(
+            f"--out: cannot write {path}: {said}; once it can, the same command goes on"
+        ) from None
 
 
 def _prepare(

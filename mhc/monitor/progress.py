@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from typing import TextIO
 
-from mhc import streams
+from mhc import stdio
 from mhc.files import Record
 
 
@@ -22,7 +22,7 @@ class Progress:
         total: steps of the whole run.
         every: steps between lines where the stream is no terminal; 0: write nothing at all.
         label: put before the line, to tell runs apart.
-        stream: where to; default stderr. A line that it does not take is left out (`mhc.streams`).
+        stream: where to; default stderr. A line that it does not take is left out (`mhc.stdio`).
         clock: seconds, monotonic.
 
     Attributes:
@@ -41,7 +41,7 @@ class Progress:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._total, self._every, self._label = total, every, label
-        self._stream = streams.unfailing(sys.stderr if stream is None else stream)
+        self._stream = stdio.lossy(sys.stderr if stream is None else stream)
         self._clock = clock
         self._tty = self._stream.isatty()
         self._first: tuple[int, float] | None = None  # step and time of the first record: compilation is behind it

@@ -16,7 +16,7 @@ _MOST = 5  # files that a message names
 
 
 def keep(home: Home, files: Files) -> None:
-    """Write what the run reads now, where that is another than what its folder says. Raises NoRoom."""
+    """Write what the run reads now, where that is another than what its folder says. Raises DiskFull."""
     if files and stored(home.files) != files:
         write_json(home.files / FILE, files)
 

@@ -112,8 +112,7 @@ class Record:
             self._watch.update(record)
 
     def flush(self, then: str = "") -> None:
-        """See to it that every line so far is in its file. Raises NoRoom where there is no room for them; ``then`` ends
-        its message."""
+        """Write every line so far to its file. Raises DiskFull where the disk is full; ``then`` ends its message."""
         for writer in (self._metrics, self._probes, self._events):
             if isinstance(writer, JsonlWriter):
                 writer.flush(then)

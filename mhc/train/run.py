@@ -16,7 +16,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from mhc import chips, distributed, provenance, remote, streams
+from mhc import chips, distributed, provenance, remote, stdio
 from mhc import config as configs
 from mhc.config import Config, shares
 from mhc.data import fidelity, pipeline, tokenizers
@@ -217,7 +217,7 @@ class Run:
             with distributed.together():
                 closing.enter_context(self.home.held(writes=self.primary))
             train, monitor = self.config.train, self.config.monitor
-            self.stderr = streams.unfailing(sys.stderr)
+            self.stderr = stdio.lossy(sys.stderr)
             stream = None if self.primary else closing.enter_context(open(os.devnull, "w"))  # one process speaks
             self.progress = Progress(train.steps, every=monitor.progress_every, label=self.place.name, stream=stream)
             closing.callback(self.progress.close)

@@ -141,7 +141,7 @@ def test_bits_per_byte_is_null_with_its_reason(
     assert WHY in capsys.readouterr().out and read_json(shown)["bytes_lost"] > 0.02
 
 
-@pytest.mark.slow  # draws every figure
+@pytest.mark.long  # draws every figure
 def test_the_report_says_what_is_lost(lossy: tuple[str, Path]) -> None:
     _, folder = lossy
     assert compare.main([str(folder.parent), "--no_recompute"]) == 0

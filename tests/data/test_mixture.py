@@ -148,7 +148,7 @@ def test_a_run_writes_of_each_source_and_each_set(mixed, tmp_path):
     assert sums.nll.sum() / sums.tokens.sum() == pytest.approx(last["val_loss"], rel=1e-6)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_killed_run_goes_on_bit_for_bit(mixed, tmp_path):
     made = made_of(mixed)
     assert run(made, tmp_path / "whole") == 0

@@ -201,7 +201,7 @@ def older(folder: Path) -> None:
         path.write_text(json.dumps(stored))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_run_says_what_it_reads_and_perplexity_reads_the_same(
     corpus: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

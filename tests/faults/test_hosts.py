@@ -31,7 +31,7 @@ START = 300.0  # seconds that processes may take to their first step on a busy m
 TIMEOUT = 10  # distributed.timeout
 STEPS = 12
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.process
 
 
 @pytest.fixture(scope="module")

@@ -165,7 +165,7 @@ def killed_at(step: int, store: ObjectStore, made: Any, folder: str, monkeypatch
     shutil.rmtree(Path(tempfile.gettempdir()) / f"mhc-{os.getuid()}")
 
 
-@pytest.mark.parametrize("steps", [(10,), pytest.param((3, 6, 12), marks=pytest.mark.slow)])
+@pytest.mark.parametrize("steps", [(10,), pytest.param((3, 6, 12), marks=pytest.mark.process)])
 def test_a_killed_run_is_resumed_on_another_machine_and_equals_the_undisturbed_one(
     store, corpus, reference, monkeypatch, steps
 ):
