@@ -25,10 +25,10 @@ from eval.report import render
 from eval.runs import Arm, load, measures
 from eval.spikes import history
 from eval.topologies import paired, topologies
-from mhc import cli, remote, room
+from mhc import cli, full_disk, remote
 from mhc.config import DataConfig
 from mhc.errors import UserError
-from mhc.monitor.writers import read_json, write_json
+from mhc.files import read_json, write_json
 
 
 def compare(paths: Sequence[str | Path], out: str | Path | None = None, *, recompute_gains: bool = True) -> Path:
@@ -95,8 +95,8 @@ def compare(paths: Sequence[str | Path], out: str | Path | None = None, *, recom
         write_json(target / "summary.json", summary)
     except OSError as error:
         where = error.filename or target
-        if room.why_full(error) is not None:
-            with room.writing(where, target):
+        if full_disk.reason(error) is not None:
+            with full_disk.reporting(where, target):
                 raise
         advice = "; give --out another folder" if out is None else ""
         raise UserError(f"{where}: cannot be written ({error.strerror}){advice}") from None
@@ -104,7 +104,7 @@ def compare(paths: Sequence[str | Path], out: str | Path | None = None, *, recom
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit code. Raises NoRoom where the disk is full."""
+    """Run the command line; returns the exit code. Raises DiskFull where the disk is full."""
     parser = _Parser(
         prog="python -m eval.compare", description="Compare runs: report.html, summary.json, figures/*.png, data/*.csv."
     )
@@ -118,7 +118,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         options = parser.parse_args(arguments)
         report = compare(options.paths, options.out, recompute_gains=not options.no_recompute)
-    except room.NoRoom:
+    except full_disk.DiskFull:
         raise
     except UserError as error:
         _say(f"error: {error}")

@@ -498,7 +498,7 @@ def _write(
     import json
     from importlib.metadata import version
 
-    from mhc.monitor.writers import write_json
+    from mhc.files import write_json
 
     if options.json:
         write_json(

@@ -718,7 +718,7 @@ def main(arguments: Sequence[str]) -> int:
         options.out.mkdir(parents=True, exist_ok=True)
     found = VIEWS[options.view](checkpoint, options)
     if options.json is not None:
-        from mhc.monitor.writers import write_json
+        from mhc.files import write_json
 
         about = {"checkpoint": checkpoint.name, "kind": checkpoint.config.residual.kind, "steps": checkpoint.steps}
         write_json(options.json, {"view": options.view, **about, **found})

@@ -570,7 +570,7 @@ def main(arguments: Sequence[str]) -> int:
         print(text(every[-1]), end="\n\n" if name != options.checkpoint[-1] else "\n", flush=True)
         del checkpoint
     if options.json:
-        from mhc.monitor.writers import write_json
+        from mhc.files import write_json
 
         write_json(options.json, {"split": options.split, "checkpoints": every})
     if out is not None:

@@ -267,7 +267,7 @@ def main(arguments: Sequence[str]) -> int:
     out.mkdir(parents=True, exist_ok=True)
     names = checkpoints.short_names([one.name for one in every])
     drawn = draw([one._replace(name=name) for one, name in zip(every, names, strict=True)], out)
-    from mhc.monitor.writers import write_json
+    from mhc.files import write_json
 
     write_json(out / "mappings.json", {"checkpoints": [summary(one) for one in every]})
     file = out / "mappings.html"

@@ -425,7 +425,7 @@ def main(arguments: Sequence[str]) -> int:
     for line in dict.fromkeys(one["bits_per_byte_reason"] for one in summaries if "bits_per_byte_reason" in one):
         print(f"note: {line}")
     if options.json:
-        from mhc.monitor.writers import write_json
+        from mhc.files import write_json
 
         write_json(
             options.json,

@@ -640,7 +640,7 @@ def main(arguments: Sequence[str]) -> int:
     made = run(model(), reference.rows, ids=reference.logits.ids, activations=layers)
     found = compare(made, reference, options.tolerance)
     if options.json is not None:
-        from mhc.monitor.writers import write_json
+        from mhc.files import write_json
 
         write_json(options.json, found)
     print(text(found))

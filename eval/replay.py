@@ -34,7 +34,7 @@ from mhc import cli, remote
 from mhc import config as configs
 from mhc.config import Config
 from mhc.errors import UserError
-from mhc.monitor.writers import read_json, read_jsonl
+from mhc.files import read_json, read_jsonl
 
 # The batches of the run are the point of a replay: what decides them stays.
 _BATCHES = ("data.", "train.batch_size", "seed.data")

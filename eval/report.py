@@ -16,7 +16,7 @@ from eval.runs import Arm, differing_fields
 from eval.sheet import Style
 from eval.spikes import GAP, History, monitors, unjudged
 from eval.topologies import Paired, Topology
-from mhc.monitor.writers import duration
+from mhc.monitor.progress import duration
 
 MOST_EVENTS = 60  # rows of the page's table
 

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from eval import checkpoints, harness
 from eval.perplexity import add_arguments, corpus_of, rows_of, score, summary
-from mhc import cli, remote, streams
+from mhc import cli, remote, stdio
 from mhc.errors import UserError
 from mhc.remote import Folder
 
@@ -53,7 +53,7 @@ def watch(
     Raises:
       What ``measure`` raises, where the checkpoint is still there.
     """
-    from mhc.monitor.writers import append_jsonl, read_jsonl, repair
+    from mhc.files import append_jsonl, read_jsonl, repair
     from mhc.train.checkpoint import committed_steps
 
     repair(out)
@@ -208,7 +208,7 @@ def _checked(options: argparse.Namespace, run: Folder) -> Path:
             raise UserError(f"--{name}: given {getattr(options, name)}, allowed: none without --tasks")
     if options.data and not Path(options.data).is_dir():
         raise UserError(f"--data: no such folder: {options.data}")
-    streams.patient()
+    stdio.keep_going()
     if options.out is None:
         if not isinstance(run, Path):
             raise UserError(f"--out is needed for {run}: a local file, e.g. --out scores.jsonl")

@@ -16,10 +16,10 @@ from mhc.data import tokenizers
 from mhc.data.corpus.prepared import Prepared
 from mhc.data.shards.manifest import MANIFEST
 from mhc.errors import UserError
+from mhc.files import read_json, read_jsonl
 from mhc.grid import folder as grid_folder
 from mhc.interop import HfFolder
 from mhc.interop.safetensors import SafetensorsFile
-from mhc.monitor.writers import read_json, read_jsonl
 from mhc.train.checkpoint import find_checkpoint
 from tpu import table
 

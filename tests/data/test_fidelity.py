@@ -25,7 +25,7 @@ from mhc.data.pipeline import train_iterator, validation_batches
 from mhc.data.prepare import __main__ as prepare
 from mhc.data.rows.encoding import open_corpus
 from mhc.errors import UserError
-from mhc.monitor.writers import read_json, read_jsonl
+from mhc.files import read_json, read_jsonl
 from tests.small_runs import config, run
 
 HERE = Path(__file__).parent / "tokenizers"
@@ -144,7 +144,7 @@ def test_bits_per_byte_is_null_with_its_reason(
     assert WHY in capsys.readouterr().out and read_json(shown)["bytes_lost"] > 0.02
 
 
-@pytest.mark.slow  # draws every figure
+@pytest.mark.long  # draws every figure
 def test_the_report_says_what_is_lost(lossy: tuple[str, Path]) -> None:
     _, folder = lossy
     assert compare.main([str(folder.parent), "--no_recompute"]) == 0

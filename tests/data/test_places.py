@@ -22,8 +22,8 @@ import zstandard
 
 from mhc.config import DataConfig
 from mhc.data.corpus.sources import Split, documents, open_source
-from mhc.data.files import local_copies
-from mhc.data.files.globs import Place
+from mhc.data.user_files import local_copies
+from mhc.data.user_files.globs import Place
 from mhc.errors import UserError
 from tests.object_store import ObjectStore, serving
 
@@ -147,7 +147,7 @@ def test_a_parquet_file_is_read_in_bounded_memory(tmp_path: Path) -> None:
         file.write_table(pyarrow.table({"text": [f"{number} {text}" for number in range(5000)]}))
     program = (
         "import resource, sys\nfrom pathlib import Path\nimport pyarrow.parquet\n"
-        "from mhc.config import DataConfig\nfrom mhc.data.files import globs, local_copies\n"
+        "from mhc.config import DataConfig\nfrom mhc.data.user_files import globs, local_copies\n"
         "peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10\n"
         "before = peak()\n"
         "place = globs.match('text', sys.argv[1])[0]\n"

@@ -221,7 +221,7 @@ def test_a_record_gives_back_the_document_and_parts_add_up_to_it(
         assert [part.rest for part in cut] == rests.tolist()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_run_from_prepared_data_is_the_run_from_the_text(tmp_path: Path) -> None:
     corpus = small_runs.write_corpus(tmp_path / "texts")
     text = small_runs.config(corpus, "mhc")
@@ -239,7 +239,7 @@ def test_a_run_from_prepared_data_is_the_run_from_the_text(tmp_path: Path) -> No
 # --- how it is made
 
 
-@pytest.mark.slow
+@pytest.mark.process
 def test_killed_three_times_it_ends_with_the_same_bytes_whatever_the_workers(tmp_path: Path, bpe: str) -> None:
     for number in range(3):
         write_lines(tmp_path / "corpus" / f"{number}.jsonl", 80, number)
@@ -661,7 +661,7 @@ def test_a_full_disk_is_a_line_and_the_same_command_goes_on(
     }
 
 
-@pytest.mark.slow
+@pytest.mark.process
 @pytest.mark.parametrize("workers", [0, 2])
 def test_damage_is_the_line_of_the_run(tmp_path: Path, small: tuple[DataConfig, DataConfig], workers: int) -> None:
     text, out = copied(small, tmp_path)
@@ -675,7 +675,7 @@ def test_damage_is_the_line_of_the_run(tmp_path: Path, small: tuple[DataConfig, 
     assert re.fullmatch(r"prepared:.*/out: shard-00003\.array_record is damaged \(.*\); prepare it again.*", said)
 
 
-@pytest.mark.slow
+@pytest.mark.process
 def test_a_full_disk_is_the_line_of_the_process_that_found_it(
     tmp_path: Path, small: tuple[DataConfig, DataConfig]
 ) -> None:
@@ -784,8 +784,8 @@ def _heeds_interrupts() -> Iterator[None]:
     [
         (signal.SIGTERM, 0),
         (signal.SIGINT, 3),
-        pytest.param(signal.SIGTERM, 3, marks=pytest.mark.slow),
-        pytest.param(signal.SIGINT, 0, marks=pytest.mark.slow),
+        pytest.param(signal.SIGTERM, 3, marks=pytest.mark.process),
+        pytest.param(signal.SIGINT, 0, marks=pytest.mark.process),
     ],
 )
 def test_a_signal_ends_it_as_any_error_does(
@@ -832,7 +832,7 @@ def test_a_signal_ends_it_as_any_error_does(
     assert {**content(out), "origin.json": b""} == {**content(made), "origin.json": b""}
 
 
-@pytest.mark.slow
+@pytest.mark.process
 @pytest.mark.parametrize("after", [0.0, 0.7, 1.5, 2.5, 3.5])  # seconds; imports, processes that begin, shards
 def test_sigterm_to_it_and_its_processes_at_any_time_is_one_line(tmp_path: Path, bpe: str, after: float) -> None:
     write_lines(tmp_path / "corpus" / "0.jsonl", 3000, 0)

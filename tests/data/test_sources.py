@@ -496,7 +496,7 @@ def test_a_tree_too_small_to_hold_something_out_is_refused(tmp_path: Path, monke
         open_source(config(tmp_path, "stdlib"), "train")
 
 
-@pytest.mark.slow
+@pytest.mark.process
 def test_two_processes_prepare_at_once_and_no_tensorflow_is_loaded(tmp_path: Path) -> None:
     """The real corpus, end to end: both processes see the same batches, and prepare one folder between them."""
     program = (

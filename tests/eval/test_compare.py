@@ -34,8 +34,8 @@ from eval.topologies import paired, topologies
 from mhc import config as configs
 from mhc.config import DataConfig
 from mhc.errors import UserError
-from mhc.monitor.writers import JsonlWriter, read_json, read_jsonl, write_json
-from mhc.room import NoRoom
+from mhc.files import JsonlWriter, read_json, read_jsonl, write_json
+from mhc.full_disk import DiskFull
 from tests.eval.synthetic_runs import GAINS, config, crossed, demo, grid, probe, rewound, spike, write_run
 from tests.small_runs import small_disk
 
@@ -453,7 +453,7 @@ def test_a_run_without_events_says_so(tmp_path: Path, quick: None) -> None:
     assert "no monitor crossed its threshold" in compare([tmp_path], recompute_gains=False).read_text()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_twenty_arms_fit_a_small_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rates, seeds, events: every figure, its data, and a page that a browser opens at once."""
     monkeypatch.setattr(compare_module, "baselines", lambda data: Baselines(4.6, 3.6, None, 1000, 100))
@@ -621,7 +621,7 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureF
 
 def test_a_full_disk_is_no_reason_to_give_another_out(tmp_path: Path, quick: None) -> None:
     write_run(tmp_path / "hc", config("hc", steps=8, layers=1))
-    with small_disk(50), pytest.raises(NoRoom, match=r"cannot be written: File too large; .* free in") as raised:
+    with small_disk(50), pytest.raises(DiskFull, match=r"cannot be written: File too large; .* free in") as raised:
         main([str(tmp_path), "--no_recompute", "--out", str(tmp_path / "report")])
     assert "--out" not in str(raised.value)
 

@@ -16,8 +16,8 @@ from eval.runs import Arm
 from mhc import config as configs
 from mhc import provenance
 from mhc.config import from_config_dict
+from mhc.files import write_json
 from mhc.grid import plan
-from mhc.monitor.writers import write_json
 from mhc.sharding import make_mesh
 from tests.eval.synthetic_runs import config as synthetic
 from tests.eval.synthetic_runs import write_run

@@ -27,7 +27,7 @@ from tests.small import assert_identical
 from tests.small_runs import final_state, lines, run, tiny, write_corpus
 
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.process,
     pytest.mark.skipif(find_spec("gcsfs") is None, reason="pip install 'mhc-jax[gcs]'"),
 ]
 

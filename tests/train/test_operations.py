@@ -16,8 +16,8 @@ import pytest
 
 from mhc.data.rows import encoding
 from mhc.data.tokenizers import load
+from mhc.files import read_json, read_jsonl
 from mhc.monitor.phases import STALLED
-from mhc.monitor.writers import read_json, read_jsonl
 from mhc.train import run as runs
 from mhc.train.record import Record
 from tests.small_runs import assert_equal_runs, config, run, tiny
@@ -172,7 +172,7 @@ def test_a_source_that_stalls_is_reported_in_time_and_accounted_for(corpus, refe
     assert [r["loss"] for r in metrics] == [r["loss"] for r in read_jsonl(reference / "metrics.jsonl")]
 
 
-@pytest.mark.slow
+@pytest.mark.process
 def test_a_run_that_hangs_is_ended_where_that_is_wanted(corpus, reference, tmp_path):
     """In a process of its own, whose validation never ends; the same command goes on from the last checkpoint."""
     fields = tiny(corpus, "plain", watchdog={"seconds": 1.0, "compile_seconds": 60.0, "abort": True})

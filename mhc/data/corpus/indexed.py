@@ -12,7 +12,7 @@ fixed part; with fewer, documents are, by a hash of that path and their number. 
 
 Files are read once from end to end before training, to find the documents and what is wrong with them. Beyond 64 MiB
 the result is kept in the cache directory. What cannot be read at random where it lies is copied there, see
-`mhc.data.files.local_copies`.
+`mhc.data.user_files.local_copies`.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ import numpy as np
 from mhc.config import DataConfig
 from mhc.data.corpus.holdout import holds_out_files, of_split
 from mhc.data.corpus.pieces import piece_size
-from mhc.data.files.globs import Place, match
-from mhc.data.files.local_copies import cache_directory, plain, replacing
+from mhc.data.user_files.globs import Place, match
+from mhc.data.user_files.local_copies import cache_directory, plain, replacing
 from mhc.errors import UserError
 
 _CACHED_FROM = 64 << 20  # bytes

@@ -20,8 +20,8 @@ from mhc.data.corpus.prepared import Prepared
 from mhc.data.corpus.text import TextFiles
 from mhc.data.corpus.tfds import TensorFlowDataset, open_tfds
 from mhc.data.corpus.token_ids import TokenFiles
-from mhc.data.files.local_copies import cache_directory
 from mhc.data.shards.records import Tokenised
+from mhc.data.user_files.local_copies import cache_directory
 
 Split = Literal["train", "validation"]
 

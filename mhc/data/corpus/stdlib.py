@@ -24,7 +24,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from mhc import room
+from mhc import full_disk
 from mhc.errors import UserError
 
 _TESTS = {"test", "tests", "idle_test"}
@@ -73,7 +73,7 @@ def prepare(cache: Path, root: Path | None = None) -> Path:
         cache.mkdir(parents=True, exist_ok=True)
         temporary = Path(tempfile.mkdtemp(dir=cache, prefix=".part-"))
     except OSError as error:
-        raise room.kind(error)(f"data.cache_dir: cannot write to {cache}: {error.strerror}") from None
+        raise full_disk.error_class(error)(f"data.cache_dir: cannot write to {cache}: {error.strerror}") from None
     try:
         _log.info("preparing the embedded corpus: %d files of %s", len(names), root)
         _build(temporary, root, names)

@@ -11,9 +11,9 @@ from typing import Any
 
 from mhc.data.corpus.indexed import IndexedFiles, block_size
 from mhc.data.corpus.warning import warn_once
-from mhc.data.files.formats import is_lines, is_new_lines, is_parquet, stem
-from mhc.data.files.globs import Place
-from mhc.data.files.local_copies import plain
+from mhc.data.user_files.formats import is_lines, is_new_lines, is_parquet, stem
+from mhc.data.user_files.globs import Place
+from mhc.data.user_files.local_copies import plain
 from mhc.errors import UserError
 
 _NOT_TEXT = (

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from mhc.data.corpus.indexed import IndexedFiles, block_size
-from mhc.data.files.formats import stem
 from mhc.data.tokenizers.spelling import first_line
+from mhc.data.user_files.formats import stem
 from mhc.errors import UserError
 
 _MEASURED = 1 << 20  # ids whose width is looked at

@@ -12,10 +12,10 @@ import numpy as np
 
 from mhc import remote
 from mhc.data.corpus.text import TextFiles
-from mhc.data.files.globs import sha256
 from mhc.data.prepare.progress import TELL_EVERY, Tell
 from mhc.data.shards.manifest import check_table
 from mhc.data.shards.records import ENDINGS
+from mhc.data.user_files.globs import sha256
 from mhc.errors import UserError
 
 

@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from mhc import remote, room
-from mhc.data.files.globs import may_match
+from mhc import full_disk, remote
 from mhc.data.shards.manifest import MANIFEST, ORIGIN, PLAN, parse
+from mhc.data.user_files.globs import may_match
 from mhc.errors import UserError
 
 PART = ".part-"
@@ -48,7 +48,9 @@ def writing_to(path: Path) -> Iterator[None]:
         yield
     except (OSError, RuntimeError) as error:
         said = getattr(error, "strerror", None) or re.sub(r"^\w+\(\) failed: ", "", str(error).partition("; ")[0])
-        raise room.kind(error)(f"--out: cannot write {path}: {said}; once it can, the same command goes on") from None
+        raise full_disk.error_class(error)(
+            f"--out: cannot write {path}: {said}; once it can, the same command goes on"
+        ) from None
 
 
 def read(path: Path) -> dict[str, Any]:

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from mhc import remote
-from mhc.data.files.globs import Place
 from mhc.data.prepare.folder import read
 from mhc.data.prepare.progress import Tell
 from mhc.data.shards.manifest import ORIGIN
+from mhc.data.user_files.globs import Place
 from mhc.errors import UserError
 
 

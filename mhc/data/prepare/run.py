@@ -16,7 +16,6 @@ from mhc.data import tokenizers
 from mhc.data.corpus import fidelity
 from mhc.data.corpus.holdout import held_out
 from mhc.data.corpus.text import TextFiles
-from mhc.data.files.globs import match
 from mhc.data.prepare.check import ChangedFile, damaged_shards
 from mhc.data.prepare.folder import PART, check_apart, clear, has_begun, lock, read, write, writing_to
 from mhc.data.prepare.plan import check_same, describe, known_checksums, origin_of
@@ -24,6 +23,7 @@ from mhc.data.prepare.progress import Tell
 from mhc.data.prepare.shards import make_shards, shard_jobs
 from mhc.data.shards.manifest import FORMAT, MANIFEST, ORIGIN, PLAN
 from mhc.data.shards.records import ENDINGS
+from mhc.data.user_files.globs import match
 from mhc.errors import UserError
 
 LARGEST_SHARD = 10**18  # bytes a shard

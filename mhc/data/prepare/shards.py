@@ -23,12 +23,12 @@ from mhc.config import DataConfig
 from mhc.data import tokenizers
 from mhc.data.corpus.pieces import count_pieces, cut_text, piece_size
 from mhc.data.corpus.text import TextFiles
-from mhc.data.files.globs import sha256
 from mhc.data.prepare.check import check_unchanged
 from mhc.data.prepare.folder import PART, writing_to
 from mhc.data.prepare.progress import SpeedMeter, Tell
 from mhc.data.shards.manifest import counts
 from mhc.data.shards.records import ENDINGS, TABLE, Tokenised, pack, unpack
+from mhc.data.user_files.globs import sha256
 from mhc.errors import UserError
 
 _WRITER = "group_size:1,zstd:1"  # of array_record: each record by itself

@@ -13,7 +13,7 @@ import numpy as np
 
 from mhc import remote
 from mhc.config import DataConfig
-from mhc.data.files.formats import pointer
+from mhc.data.user_files.formats import pointer
 from mhc.errors import UserError
 
 FORMAT = 1  # of the folder

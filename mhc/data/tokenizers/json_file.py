@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mhc.data.files.formats import pointer
 from mhc.data.tokenizers.spelling import (
     BYTE_TOKEN,
     EACH,
@@ -29,6 +28,7 @@ from mhc.data.tokenizers.spelling import (
     stretches,
     utf8,
 )
+from mhc.data.user_files.formats import pointer
 from mhc.errors import UserError
 
 if TYPE_CHECKING:

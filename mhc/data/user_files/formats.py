@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from mhc.data.files.globs import Place
+from mhc.data.user_files.globs import Place
 from mhc.errors import UserError
 
 PACKED = {".gz": "gz", ".gzip": "gz", ".zst": "zst", ".zstd": "zst"}  # endings, in any case

@@ -20,10 +20,10 @@ import zlib
 from pathlib import Path
 from typing import IO, Any
 
-from mhc import remote, room
+from mhc import full_disk, remote
 from mhc.config import DataConfig
-from mhc.data.files.formats import check_pointer, is_parquet, packing, stem
-from mhc.data.files.globs import Place
+from mhc.data.user_files.formats import check_pointer, is_parquet, packing, stem
+from mhc.data.user_files.globs import Place
 from mhc.errors import UserError, did_you_mean
 
 _CHUNK = 1 << 18  # bytes read at once
@@ -51,7 +51,9 @@ class replacing:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             handle, self._temporary = tempfile.mkstemp(dir=self._path.parent, prefix=".part-")
         except OSError as error:
-            raise room.kind(error)(f"{self._setting}: cannot write to {self._path.parent}: {error.strerror}") from None
+            raise full_disk.error_class(error)(
+                f"{self._setting}: cannot write to {self._path.parent}: {error.strerror}"
+            ) from None
         os.close(handle)
         return self._temporary
 
@@ -64,7 +66,7 @@ class replacing:
         if error is not None:
             os.unlink(self._temporary)
         if isinstance(error, OSError) and error.errno is not None:  # a store's errors have none
-            raise room.kind(error)(f"{self._setting}: cannot make {self._path}: {error.strerror}") from None
+            raise full_disk.error_class(error)(f"{self._setting}: cannot make {self._path}: {error.strerror}") from None
 
 
 def plain(place: Place, data: DataConfig) -> Path:

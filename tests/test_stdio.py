@@ -14,7 +14,7 @@ from typing import Any, TextIO
 
 import pytest
 
-from mhc import cli, room, streams
+from mhc import cli, full_disk, stdio
 from mhc.errors import UserError
 from tests import small_runs
 
@@ -52,7 +52,7 @@ def broken(request: pytest.FixtureRequest) -> Iterator[TextIO | None]:
     yield made
     with contextlib.suppress(OSError, ValueError):
         if made is not None:
-            streams.drop(made)
+            stdio.flush_or_discard(made)
             made.close()
 
 
@@ -61,25 +61,25 @@ def pipe() -> Iterator[TextIO]:
     """A stream whose reader has gone."""
     made = _closed_pipe()
     yield made
-    streams.drop(made)
+    stdio.flush_or_discard(made)
     made.close()
 
 
 def test_what_is_said_beside_the_result_fails_nothing(broken: TextIO | None) -> None:
-    stream = streams.unfailing(broken)
+    stream = stdio.lossy(broken)
     for _ in range(3):
         print("a line", file=stream, flush=True)
         stream.writelines(["x\n", "y" * 100_000])
     assert stream.isatty() is False
-    assert streams.unfailing(stream) is stream
+    assert stdio.lossy(stream) is stream
 
 
 def test_a_line_of_a_grid_fails_nothing(broken: TextIO | None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdout", broken)
-    with streams.guarded() as result:
-        streams.say("a line")
+    with stdio.guarded() as result:
+        stdio.write_line("a line")
         result.end()
-    streams.say("a line")
+    stdio.write_line("a line")
 
 
 def test_training_goes_on_without_its_lines(
@@ -95,8 +95,8 @@ def test_training_goes_on_without_its_lines(
 
 
 def test_a_result_without_a_reader_ends_the_program(pipe: TextIO) -> None:
-    stream = streams.Result(pipe)
-    with pytest.raises(streams.ClosedPipe) as left:
+    stream = stdio.ResultStream(pipe)
+    with pytest.raises(stdio.ClosedPipe) as left:
         stream.write("a line\n")
     assert left.value.code == 128 + 13
     stream.write("what a handler says on the way out")
@@ -117,7 +117,7 @@ def test_a_program_with_files_to_write_goes_on_without_a_reader(
 
     with pytest.raises(SystemExit) as left:
         cli.run_main(main, [])
-    assert (left.value.code, file.read_text()) == (streams.CLOSED_PIPE, "{}")
+    assert (left.value.code, file.read_text()) == (stdio.CLOSED_PIPE, "{}")
 
 
 # Whole programs -------------------------------------------------------------------------------------------------------
@@ -162,7 +162,7 @@ def shell(command: str, *arguments: str) -> subprocess.CompletedProcess[str]:
         ('2>/dev/full >"$1.out"', 7, 0),
         ('2>&- >"$1.out"', 7, 0),
         ("2>/dev/null >&-", 7, 0),
-        ("2>/dev/null | head -3", streams.CLOSED_PIPE, 3),
+        ("2>/dev/null | head -3", stdio.CLOSED_PIPE, 3),
         ("<&- >&- 2>&-", 7, 0),
     ],
 )
@@ -180,11 +180,11 @@ def test_a_program_ends_as_its_streams_allow(ends: str, code: int, lines: int, t
 
 def test_a_result_that_finds_no_room_is_a_line_with_a_code_of_its_own(tmp_path: Path) -> None:
     done = shell('"$PYTHON" -c "$PROGRAM" "$1" 2>&1 >/dev/full | grep -v beside', str(tmp_path / "file"))
-    assert done.returncode == room.NO_ROOM
+    assert done.returncode == full_disk.EXIT_CODE
     assert done.stdout.splitlines() == ["warned", "error: stdout: cannot be written: No space left on device"]
 
 
-@pytest.mark.slow
+@pytest.mark.process
 @pytest.mark.parametrize(
     "program",
     ["train.py --config configs/demo.py --dry_run", "-m mhc.data.inspect --config configs/demo.py", "train.py --help"],
@@ -192,7 +192,7 @@ def test_a_result_that_finds_no_room_is_a_line_with_a_code_of_its_own(tmp_path: 
 def test_real_programs_end_quietly_on_a_closed_pipe(program: str) -> None:
     done = shell(f'"$PYTHON" {program} | true')
     assert (done.stdout, done.stderr.splitlines()[1:]) == ("", [])
-    assert done.returncode in (0, streams.CLOSED_PIPE)
+    assert done.returncode in (0, stdio.CLOSED_PIPE)
 
 
 # No room --------------------------------------------------------------------------------------------------------------
@@ -219,13 +219,13 @@ def test_a_full_disk_is_one_line_wherever_it_shows(
     led.__cause__ = bare
     for error, said in (
         (named, f"error: {tmp_path}/x: cannot be written: {words}; "),
-        (bare, f"error: not all could be written: {words}\n"),
-        (led, f"error: not all could be written: {words}\n"),
+        (bare, f"error: not all output could be written: {words}\n"),
+        (led, f"error: not all output could be written: {words}\n"),
         (RuntimeError(f"RESOURCE_EXHAUSTED: Failed writing: {words} [source …]"), words),
-        (room.NoRoom("checkpoint 4: cannot be written"), "error: checkpoint 4: cannot be written\n"),
+        (full_disk.DiskFull("checkpoint 4: cannot be written"), "error: checkpoint 4: cannot be written\n"),
     ):
         code, line = ended(error, capsys)
-        assert code == room.NO_ROOM and said in line and line.count("\n") == 1
+        assert code == full_disk.EXIT_CODE and said in line and line.count("\n") == 1
     assert ended(UserError(words), capsys)[0] == 2
 
 
@@ -242,18 +242,18 @@ def test_what_a_program_was_to_write_is_named(tmp_path: Path, capsys: pytest.Cap
     assert said.startswith(
         f"error: {tmp_path}/x.json or {tmp_path}/report: cannot be written: No space left on device; "
     )
-    with pytest.raises(room.NoRoom, match="--source: full"), cli.own_names(["source"]):
-        raise room.NoRoom("data.source: full")
+    with pytest.raises(full_disk.DiskFull, match="--source: full"), cli.own_names(["source"]):
+        raise full_disk.DiskFull("data.source: full")
 
 
 def test_numpy_s_words_for_a_full_disk(capsys: pytest.CaptureFixture[str]) -> None:
-    assert ended(OSError("1024 requested and 0 written"), capsys)[0] == room.NO_ROOM
+    assert ended(OSError("1024 requested and 0 written"), capsys)[0] == full_disk.EXIT_CODE
 
 
 def test_other_errors_stay_what_they_are(tmp_path: Path) -> None:
     for error in (OSError(errno.EACCES, "no", "x"), KeyError("ours")):
-        with pytest.raises(type(error)), room.writing(tmp_path):
+        with pytest.raises(type(error)), full_disk.reporting(tmp_path):
             raise error
     words = r"/x: cannot be written: No space left on device; .* free in .*; so what$"
-    with pytest.raises(room.NoRoom, match=words), room.writing(tmp_path / "x", then="so what"):
+    with pytest.raises(full_disk.DiskFull, match=words), full_disk.reporting(tmp_path / "x", then="so what"):
         raise OSError(errno.ENOSPC, "x")
