@@ -16,7 +16,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eval import compare, perplexity
 from mhc import cli
 from mhc.config import DataConfig
 from mhc.data import inspect, tokenizers
@@ -25,6 +24,8 @@ from mhc.data.pipeline import train_iterator, validation_batches
 from mhc.data.prepare import __main__ as prepare
 from mhc.data.rows.encoding import open_corpus
 from mhc.errors import UserError
+from mhc.eval.compare import __main__ as compare
+from mhc.eval.perplexity import __main__ as perplexity
 from mhc.files import read_json, read_jsonl
 from tests.small_runs import config, run
 
