@@ -19,6 +19,7 @@ FLOORS = {
     "mhc.errors": 0,
     "mhc.rules": 0,
     "mhc.kinds": 0,
+    "mhc.attention_impls": 0,
     "mhc.config": 0,
     "mhc.full_disk": 0,
     "mhc.stdio": 0,
