@@ -88,6 +88,7 @@ def test_the_packages_that_are_looked_for_are_those_of_the_extra() -> None:
         "mhc.data.prepare",
         "mhc.interop.export",
         "eval.compare",
+        "mhc.eval.perplexity",
         "bench.step --config configs/demo.py",
     ],
 )
