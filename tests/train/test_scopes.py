@@ -43,7 +43,7 @@ def scopes(text: str, *, backward: bool = False) -> set[str]:
     return {part for path in paths if not backward or "transpose(" in path for part in re.findall(r"[a-z_]+", path)}
 
 
-KINDS = ["plain", pytest.param("hc", marks=pytest.mark.slow), "mhc"]
+KINDS = ["plain", pytest.param("hc", marks=pytest.mark.product), "mhc"]
 
 
 @pytest.mark.parametrize("kind", KINDS)
