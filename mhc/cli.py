@@ -24,7 +24,7 @@ from typing import Any, NoReturn
 from ml_collections import ConfigDict
 
 from mhc import config as config_lib
-from mhc import remote, room, streams
+from mhc import full_disk, remote, stdio
 from mhc.config import Config
 from mhc.errors import UserError, did_you_mean
 
@@ -63,7 +63,7 @@ class Parser(argparse.ArgumentParser):
 
 def run_main(main: Callable[[Sequence[str]], int], arguments: Sequence[str] | None = None) -> NoReturn:
     """Run a program and exit with its code; a UserError becomes ``error: …`` on stderr and code 2, a full disk a line
-    and code 6. What a program says on stderr cannot fail it (`mhc.streams`).
+    and code 6. What a program says on stderr cannot fail it (`mhc.stdio`).
 
     Args:
         main: takes the command-line arguments without the program's name, gives the exit code.
@@ -71,15 +71,15 @@ def run_main(main: Callable[[Sequence[str]], int], arguments: Sequence[str] | No
     """
     _targets.clear()
     try:
-        with streams.guarded() as result:
+        with stdio.guarded() as result:
             code = _code(main, sys.argv[1:] if arguments is None else arguments, result)
     finally:
         for stream in (sys.stdout, sys.stderr):
-            streams.drop(stream)
+            stdio.flush_or_discard(stream)
     sys.exit(code)
 
 
-def _code(main: Callable[[Sequence[str]], int], arguments: Sequence[str], result: streams.Result) -> int:
+def _code(main: Callable[[Sequence[str]], int], arguments: Sequence[str], result: stdio.ResultStream) -> int:
     """Run a program; its exit code, or that of the line in which it ends."""
     try:
         with _warnings_as_lines():
@@ -87,15 +87,15 @@ def _code(main: Callable[[Sequence[str]], int], arguments: Sequence[str], result
         result.end()
         return code
     except UserError as error:
-        return _failed(str(error), room.NO_ROOM if isinstance(error, room.NoRoom) else 2)
+        return _failed(str(error), full_disk.EXIT_CODE if isinstance(error, full_disk.DiskFull) else 2)
     except KeyboardInterrupt as interrupt:
         print("interrupted", file=sys.stderr)
         _leave(128 + (signal.SIGTERM if isinstance(interrupt, _Terminated) else signal.SIGINT))
     except Exception as error:
-        line = room.line_of(error, _targets)
+        line = full_disk.message(error, _targets)
         if line is None:
             raise
-        return _failed(line, room.NO_ROOM)
+        return _failed(line, full_disk.EXIT_CODE)
 
 
 def _failed(line: str, code: int) -> int:
@@ -146,9 +146,7 @@ def _leave(code: int) -> NoReturn:
     """Exits without taking the interpreter down: a compilation that was left behind crashes when that happens."""
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(
-            OSError, ValueError, streams.ClosedPipe
-        ):  # a pipe whose reader was interrupted as well
+        with contextlib.suppress(OSError, ValueError, stdio.ClosedPipe):  # a pipe whose reader was interrupted as well
             stream.flush()
     os._exit(code)
 
@@ -297,7 +295,7 @@ def check_writable(folder: str, option: str = "--workdir") -> Path:
 def _to_be_written(path: Path) -> None:
     """Remember what the program writes, and have it write that whether or not anybody reads its stdout."""
     _targets.append(str(path))
-    streams.patient()
+    stdio.keep_going()
 
 
 def _why_not(folder: Path) -> str:

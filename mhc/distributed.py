@@ -26,7 +26,7 @@ from jax.experimental import multihost_utils
 
 from mhc.config import DistributedConfig
 from mhc.errors import UserError
-from mhc.room import NoRoom
+from mhc.full_disk import DiskFull
 
 LOST = 4  # exit code of a process that lost another one
 
@@ -161,13 +161,13 @@ def together() -> Iterator[None]:
         yield
     except UserError as error:
         ours = error
-    mistakes = gather(None if ours is None else [str(ours), isinstance(ours, NoRoom)])
+    mistakes = gather(None if ours is None else [str(ours), isinstance(ours, DiskFull)])
     if ours is not None:
         raise ours
     for number, mistake in enumerate(mistakes):
         if mistake is not None:
             text, no_room = mistake
-            raise (NoRoom if no_room else UserError)(f"process {number}: {text}")
+            raise (DiskFull if no_room else UserError)(f"process {number}: {text}")
 
 
 class StopRequest:

@@ -27,7 +27,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from mhc import room
+from mhc import full_disk
 from mhc.errors import UserError
 
 if TYPE_CHECKING:
@@ -246,7 +246,7 @@ class Home:
         try:
             self.files.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise room.kind(error)(f"{self.place}: the folder cannot be made: {error.strerror}") from None
+            raise full_disk.error_class(error)(f"{self.place}: the folder cannot be made: {error.strerror}") from None
         with lock(self.files, self.place):
             yield
 

@@ -21,7 +21,7 @@ from mhc import distributed
 from mhc.config import DistributedConfig, to_json
 from mhc.distributed import StopRequest
 from mhc.errors import UserError
-from mhc.room import NoRoom
+from mhc.full_disk import DiskFull
 from mhc.sharding import local_rows, make_mesh, put_batch
 from mhc.train.run import Run
 from tests.small import with_fields
@@ -59,7 +59,7 @@ def test_a_host_without_an_address_is_waited_for_and_then_given_up(capsys, monke
     )
 
 
-@pytest.mark.parametrize("process", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("process", [0, pytest.param(1, marks=pytest.mark.process)])
 def test_processes_that_do_not_come_are_given_up_with_a_line_of_ours(process: int) -> None:
     """Also where it is process 0 that does not; jax's own way is a stack trace and SIGABRT."""
     with socket.socket() as free:
@@ -151,7 +151,7 @@ def test_a_mistake_of_another_process_is_raised_here_too(monkeypatch):
         pass
     assert caught.type is UserError
     gathered(monkeypatch, None, ["no room", True])
-    with pytest.raises(NoRoom, match=r"^process 2: no room$"), distributed.together():
+    with pytest.raises(DiskFull, match=r"^process 2: no room$"), distributed.together():
         pass
     with pytest.raises(UserError, match=r"^mine$"), distributed.together():
         raise UserError("mine")

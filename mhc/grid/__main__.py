@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from mhc import cli, streams
+from mhc import cli, stdio
 from mhc.errors import UserError, did_you_mean
 from mhc.grid import collect as tables
 from mhc.grid import devices, gke, local, plan, slurm
@@ -82,7 +82,7 @@ def run(arguments: Sequence[str]) -> int:
     stored = plan.store(planned, workdir)
     others = len(stored.arms) - len(planned.arms)
     if others:
-        streams.say(f"{workdir}: keeps {others} arms that {options.file} no longer lists")
+        stdio.write_line(f"{workdir}: keeps {others} arms that {options.file} no longer lists")
     return _launch(planned, stored, workdir, options, slots, pod, retry=())
 
 
@@ -231,7 +231,9 @@ def _launch(
         early = [arm for arm, (source, count) in sources.items() if not folders.finished(workdir / source, count)]
         steps = {arm: count for arm, count in steps.items() if arm not in early}
         if early:
-            streams.say(f"{len(early)} arms branch from arms that have not finished: left for the same command, then")
+            stdio.write_line(
+                f"{len(early)} arms branch from arms that have not finished: left for the same command, then"
+            )
     if pod is not None:
         left = [arm for arm in steps if _wanted(workdir / arm, steps[arm], arm in retry)]
         files = gke.write(planned, left, pod, workdir)
@@ -248,14 +250,14 @@ def _launch(
         for name in ("partition", "account"):
             if getattr(options, f"slurm_{name}"):
                 parameters[f"slurm_{name}"] = getattr(options, f"slurm_{name}")
-        jobs = slurm.submit(workdir, steps, parameters, retry=retry, say=streams.say)
-        streams.say(f"{workdir}: {len(jobs)} jobs submitted")
+        jobs = slurm.submit(workdir, steps, parameters, retry=retry, say=stdio.write_line)
+        stdio.write_line(f"{workdir}: {len(jobs)} jobs submitted")
         return 0
-    code = local.Runner(workdir, steps, slots, retry=retry, sources=sources, say=streams.say).run()
+    code = local.Runner(workdir, steps, slots, retry=retry, sources=sources, say=stdio.write_line).run()
     states = {arm: folders.state(workdir / arm, count) for arm, count in steps.items()}
-    streams.say(f"{workdir}: {_counts(states.values())}")
+    stdio.write_line(f"{workdir}: {_counts(states.values())}")
     if any(state == "failed" for state in states.values()):
-        streams.say(f"failed arms: their output is in arm.log; python -m mhc.grid retry --workdir {workdir}")
+        stdio.write_line(f"failed arms: their output is in arm.log; python -m mhc.grid retry --workdir {workdir}")
     return code
 
 

@@ -8,11 +8,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mhc import room
+from mhc import full_disk
 from mhc.grid import folder as folders
 from mhc.grid.folder import STATES
 from mhc.grid.plan import Plan
-from mhc.monitor.writers import duration
+from mhc.monitor.progress import duration
 
 
 def collect(plan: Plan, workdir: Path, out: Path) -> Counter[str]:
@@ -39,7 +39,7 @@ def collect(plan: Plan, workdir: Path, out: Path) -> Counter[str]:
     head = ["arm", "state", *varied]
     measured = dict.fromkeys(key for row in rows for key in row if key not in (*head, "error"))
     out.parent.mkdir(parents=True, exist_ok=True)
-    with room.writing(out), out.open("w", newline="", encoding="utf-8") as file:
+    with full_disk.reporting(out), out.open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, [*head, *measured, "error"], restval="")
         writer.writeheader()
         writer.writerows(rows)

@@ -22,9 +22,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mhc import room
+from mhc import full_disk
 from mhc.errors import UserError
-from mhc.monitor.writers import read_json, write_json
+from mhc.files import read_json, write_json
 
 log = logging.getLogger(__name__)
 
@@ -35,7 +35,7 @@ LAST_LINES = 20
 _HALTED = 3  # the exit code of a run that its guard halted
 # Ends that something outside brought about: what is left is continued, not reported as the arm's failure.
 _STOPPED = {-signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP, 128 + signal.SIGINT, 128 + signal.SIGTERM}
-_STOPPED |= {room.NO_ROOM}
+_STOPPED |= {full_disk.EXIT_CODE}
 
 
 class Claim:
@@ -213,7 +213,7 @@ class Attempt:
                 pass_fds=(claim.fileno(),),
                 start_new_session=True,
             )
-        with contextlib.suppress(room.NoRoom):  # the arm runs all the same
+        with contextlib.suppress(full_disk.DiskFull):  # the arm runs all the same
             write_json(folder / RECORD, {**note, "pid": process.pid})
         return cls(folder.name, folder, steps, claim, process, offset, begun_at)
 
@@ -246,7 +246,8 @@ class Attempt:
             "last_lines": [] if outcome == "finished" else self._last_lines(),
         }
         try:
-            with contextlib.suppress(room.NoRoom):  # without it the arm counts as interrupted: nobody runs it any more
+            # Without it the arm counts as interrupted: nobody runs it any more.
+            with contextlib.suppress(full_disk.DiskFull):
                 write_json(self.folder / RECORD, note)
         finally:
             self.claim.release()

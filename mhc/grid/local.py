@@ -12,12 +12,12 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 
-from mhc import room, streams
+from mhc import full_disk, stdio
 from mhc.grid import folder as folders
 from mhc.grid.devices import Slot
 from mhc.grid.folder import Attempt, Claim
 from mhc.grid.plan import PROJECT
-from mhc.monitor.writers import duration
+from mhc.monitor.progress import duration
 
 Command = Callable[[Path, str], Sequence[str]]
 Say = Callable[[str], None]
@@ -83,7 +83,7 @@ class Runner:
 
     def run(self) -> int:
         """Run them. Returns 0 where all finished or were halted by the guard, 1 where not, 128 + signal after one, and
-        `room.NO_ROOM` where the disk is full: then no further arm is started, and those that run end."""
+        `full_disk.EXIT_CODE` where the disk is full: then no further arm is started, and those that run end."""
         with self._signals():
             while True:
                 self._reap()
@@ -95,7 +95,7 @@ class Runner:
                 elif self.full is not None:
                     if not self.running:
                         self.say(f"{self.full}; the same command continues")
-                        return room.NO_ROOM
+                        return full_disk.EXIT_CODE
                 elif not self._fill() and not self.running:
                     break
                 time.sleep(_POLL)
@@ -104,7 +104,7 @@ class Runner:
 
     def say(self, line: str) -> None:
         """Tell the user a line; that nobody hears it any more stops no arm."""
-        with contextlib.suppress(OSError, ValueError, streams.ClosedPipe):
+        with contextlib.suppress(OSError, ValueError, stdio.ClosedPipe):
             self._say(line)
 
     def _fill(self) -> bool:
@@ -126,9 +126,9 @@ class Runner:
             if not free:
                 return True
             try:
-                with room.writing(self.workdir / arm):
+                with full_disk.reporting(self.workdir / arm):
                     self._start(arm, steps, free[0])
-            except room.NoRoom as full:
+            except full_disk.DiskFull as full:
                 self.full = str(full)
                 return True
         return left
@@ -189,7 +189,7 @@ class Runner:
                 environment={**environment(self.workdir), **slot.environment},
                 details={"launcher": "local", "devices": slot.devices},
             )
-        except (OSError, room.NoRoom):
+        except (OSError, full_disk.DiskFull):
             claim.release()
             raise
         if slot.cores:
@@ -218,9 +218,9 @@ class Runner:
             del self.running[number]
             words = f"{attempt.name}: {note['state']} after {duration(note['seconds'])}"
             last = note["last_lines"][-1] if note["last_lines"] else "no output"
-            if note["state"] in ("failed", "halted") or note["exit_code"] == room.NO_ROOM:
+            if note["state"] in ("failed", "halted") or note["exit_code"] == full_disk.EXIT_CODE:
                 words += f" (exit code {note['exit_code']}): {last}"
-            if note["exit_code"] == room.NO_ROOM:
+            if note["exit_code"] == full_disk.EXIT_CODE:
                 self.full = f"{self.workdir}: there is no room for {attempt.name}: {last.removeprefix('error: ')}"
             done = sum(folders.settled(self.workdir / arm, steps) == "finished" for arm, steps in self.arms.items())
             self.say(f"{words} [{done}/{len(self.arms)} finished]")

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from mhc import room
+from mhc import full_disk
 from mhc.errors import UserError
 from mhc.interop.safetensors import LFS, POINTER, SafetensorsFile, listed
 
@@ -30,7 +30,7 @@ def written_whole(target: Path) -> Iterator[Path]:
     What a killed process left of an earlier attempt is removed.
 
     Raises:
-      UserError: the folder cannot be made; NoRoom where the disk is full.
+      UserError: the folder cannot be made; DiskFull where the disk is full.
     """
     for left in target.parent.glob(f".{target.name}.*") if target.parent.is_dir() else ():
         number = left.name.rpartition(".")[2]
@@ -40,9 +40,9 @@ def written_whole(target: Path) -> Iterator[Path]:
     try:
         made.mkdir(parents=True)
     except OSError as error:
-        raise room.kind(error)(f"{target}: the folder cannot be made: {error.strerror}") from None
+        raise full_disk.error_class(error)(f"{target}: the folder cannot be made: {error.strerror}") from None
     try:
-        with room.writing(target):
+        with full_disk.reporting(target):
             yield made
         if target.exists():
             target.rmdir()

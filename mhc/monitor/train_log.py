@@ -13,7 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, TextIO
 
-from mhc import streams
+from mhc import stdio
 from mhc.errors import UserError
 
 FILE = "train.log"
@@ -80,7 +80,7 @@ class TrainLog:
     def keeping_stderr(self) -> Iterator[None]:
         """What is written to ``sys.stderr`` meanwhile is written here too, and so is what ends it, when that raises."""
         before = sys.stderr
-        sys.stderr = _Both(streams.unfailing(before), self)
+        sys.stderr = _Both(stdio.lossy(before), self)
         try:
             yield
         except BaseException:

@@ -19,7 +19,7 @@ import jax
 import orbax.checkpoint as ocp
 
 from mhc import config as configs
-from mhc import remote, room
+from mhc import full_disk, remote
 from mhc.config import CheckpointConfig, Config
 from mhc.errors import UserError
 from mhc.kinds import ModuleError
@@ -34,7 +34,7 @@ ITEMS = ("state", "host", "config")
 def _no_full_disk(record: logging.LogRecord) -> bool:
     """Return whether a log record is of anything but a full disk, which whoever waits for the save reports."""
     error = record.exc_info[1] if record.exc_info else None
-    return room.why_full(error or Exception(record.getMessage())) is None
+    return full_disk.reason(error or Exception(record.getMessage())) is None
 
 
 # Orbax reports every save at INFO and its own housekeeping as warnings; neither is the user's business.
@@ -47,7 +47,7 @@ class Checkpoints:
 
     A checkpoint of step s holds the state after s updates, the host's side as JSON (data position, cumulative counts)
     and the resolved config. Saves are asynchronous; ``wait`` returns when the last one is committed. Where the disk is
-    full, ``save``, ``wait`` and ``close`` raise NoRoom, of this save or of the one before.
+    full, ``save``, ``wait`` and ``close`` raise DiskFull, of this save or of the one before.
     """
 
     def __init__(self, workdir: Folder, policy: CheckpointConfig, *, read_only: bool = False):
@@ -76,15 +76,15 @@ class Checkpoints:
 
     @contextlib.contextmanager
     def _room(self) -> Iterator[None]:
-        """Raises NoRoom, which names the last good checkpoint, where the disk is full."""
+        """Raises DiskFull, which names the last good checkpoint, where the disk is full."""
         try:
             yield
         except Exception as error:
-            if room.why_full(error) is None or isinstance(error, room.NoRoom):
+            if full_disk.reason(error) is None or isinstance(error, full_disk.DiskFull):
                 raise
             _await_late_ones(error)
             place = str(self._workdir)
-            with room.writing(f"{place}: checkpoint {self._saving}", place, self.left(self._saving)):
+            with full_disk.reporting(f"{place}: checkpoint {self._saving}", place, self.left(self._saving)):
                 raise
 
     def left(self, failed: int | None = None) -> str:

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator, Mapping
 
 from mhc import remote
-from mhc.monitor.writers import write_json
+from mhc.files import write_json
 from mhc.remote import Folder, Home
 
 FILE = "corpus.json"
@@ -16,7 +16,7 @@ _MOST = 5  # files that a message names
 
 
 def keep(home: Home, files: Files) -> None:
-    """Write what the run reads now, where that is another than what its folder says. Raises NoRoom."""
+    """Write what the run reads now, where that is another than what its folder says. Raises DiskFull."""
     if files and stored(home.files) != files:
         write_json(home.files / FILE, files)
 

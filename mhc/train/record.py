@@ -15,17 +15,12 @@ import numpy as np
 
 from mhc import config as configs
 from mhc.config import Config
+from mhc.files import JsonlWriter, read_jsonl, repair
 from mhc.monitor import guard
 from mhc.monitor.boards import TensorBoardWriter, WandbWriter
 from mhc.monitor.detectors import RollingZScore, judged_score
-from mhc.monitor.writers import (
-    JsonlWriter,
-    NoWriter,
-    Progress,
-    Writer,
-    read_jsonl,
-    repair,
-)
+from mhc.monitor.progress import Progress
+from mhc.monitor.writers import NoWriter, Writer
 
 HISTORY = 32  # steps that an event carries
 BEFORE = 8  # a gradient norm flagged so many steps before the loss counts as having come first
@@ -117,8 +112,7 @@ class Record:
             self._watch.update(record)
 
     def flush(self, then: str = "") -> None:
-        """See to it that every line so far is in its file. Raises NoRoom where there is no room for them; ``then`` ends
-        its message."""
+        """Write every line so far to its file. Raises DiskFull where the disk is full; ``then`` ends its message."""
         for writer in (self._metrics, self._probes, self._events):
             if isinstance(writer, JsonlWriter):
                 writer.flush(then)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from mhc import cli, room
+from mhc import cli, full_disk
 from mhc.monitor.train_log import TrainLog
 from mhc.train.checkpoint import Checkpoints, committed_steps
 from mhc.train.record import Record
@@ -38,7 +38,8 @@ def code_of(main: Callable[[], int]) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("at", "last"), [pytest.param(4, None, marks=pytest.mark.slow), (8, 4), pytest.param(12, 8, marks=pytest.mark.slow)]
+    ("at", "last"),
+    [pytest.param(4, None, marks=pytest.mark.product), (8, 4), pytest.param(12, 8, marks=pytest.mark.product)],
 )
 def test_a_full_disk_during_a_checkpoint(
     at: int,
@@ -60,7 +61,7 @@ def test_a_full_disk_during_a_checkpoint(
 
     monkeypatch.setattr(Checkpoints, "save", filling)
     with full:
-        assert code_of(lambda: run(made, tmp_path / "run")) == room.NO_ROOM
+        assert code_of(lambda: run(made, tmp_path / "run")) == full_disk.EXIT_CODE
     said = [line for line in capsys.readouterr().err.splitlines() if not line.startswith(("run  step", str(tmp_path)))]
     then = "there is no good checkpoint" if last is None else f"the last good checkpoint is {last}"
     (line,) = [line for line in said if line.startswith("error: ")]

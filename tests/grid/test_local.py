@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from mhc import room
+from mhc import full_disk
 from mhc.grid import folder as folders
 from mhc.grid import local
 from mhc.grid.__main__ import main
@@ -87,7 +87,7 @@ def test_that_nobody_hears_the_lines_any_more_stops_no_arm(tmp_path: Path) -> No
 def test_a_full_disk_starts_no_further_arm_and_the_same_command_goes_on(tmp_path: Path) -> None:
     behave(tmp_path, b="full")
     code, lines = run(tmp_path, "a", "b", "c")
-    assert code == room.NO_ROOM
+    assert code == full_disk.EXIT_CODE
     assert lines[-1] == (
         f"{tmp_path}: there is no room for b: checkpoint 4: cannot be written: No space left on device; "
         "the same command continues"
@@ -101,7 +101,7 @@ def test_a_full_disk_starts_no_further_arm_and_the_same_command_goes_on(tmp_path
 def test_a_runner_without_room_for_its_own_files_ends_in_a_line(tmp_path: Path) -> None:
     with small_disk(10):
         code, lines = run(tmp_path, "a", "b")
-    assert code == room.NO_ROOM and not starts(tmp_path)
+    assert code == full_disk.EXIT_CODE and not starts(tmp_path)
     assert re.fullmatch(r".*/a/arm\.json: cannot be written: File too large; .*; the same command continues", lines[-1])
     assert not folders.claimed(tmp_path / "a")
     assert run(tmp_path, "a", "b")[0] == 0

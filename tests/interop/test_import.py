@@ -19,10 +19,10 @@ from flax import nnx
 from mhc import cli, interop
 from mhc.data import tokenizers
 from mhc.errors import UserError
+from mhc.full_disk import DiskFull
 from mhc.interop import export, import_hf
 from mhc.interop.safetensors import SafetensorsFile, write
 from mhc.interop.tensors import Layout
-from mhc.room import NoRoom
 from mhc.train.checkpoint import committed_steps, load_run
 from tests import small_runs
 from tests.interop.models import GOLDEN, random_config, random_weights, write_folder
@@ -185,11 +185,11 @@ def test_mistakes_that_only_writing_shows_are_one_line(program: Program, tmp_pat
 def test_a_full_disk_leaves_nothing_behind(tmp_path: Path) -> None:
     """Where a run is imported to, and where it is exported to."""
     folder = tiny_llama(tmp_path / "hf")
-    with small_disk(1000), pytest.raises(NoRoom, match=r"/runs/x: cannot be written: File too large; .* free in"):
+    with small_disk(1000), pytest.raises(DiskFull, match=r"/runs/x: cannot be written: File too large; .* free in"):
         import_hf.import_hf(folder, tmp_path / "runs" / "x")
     assert not list((tmp_path / "runs").iterdir())
     import_hf.import_hf(folder, tmp_path / "runs" / "x")
-    with small_disk(1000), pytest.raises(NoRoom, match=r"/out/x: cannot be written: File too large"):
+    with small_disk(1000), pytest.raises(DiskFull, match=r"/out/x: cannot be written: File too large"):
         export.export(tmp_path / "runs" / "x", tmp_path / "out" / "x")
     assert not list((tmp_path / "out").iterdir())
 
@@ -383,7 +383,7 @@ print(peak() - before)
 """
 
 
-@pytest.mark.slow
+@pytest.mark.process
 @pytest.mark.parametrize("family", ["llama", "mixtral"])
 def test_importing_takes_little_more_than_the_parameters(family: str, tmp_path: Path) -> None:
     raw: dict[str, Any] = {"model_type": family, "hidden_size": 1024, "num_attention_heads": 8, "vocab_size": 1000}
