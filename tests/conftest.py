@@ -71,6 +71,19 @@ def compiled_once() -> Iterator[None]:
         yield
 
 
+REASONS = ("product", "process", "long")  # why a test is not in `make test`: pyproject.toml says what each means
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark every test that gives a reason as ``slow``, before ``-m`` chooses; refuse ``slow`` without a reason."""
+    for item in items:
+        if item.get_closest_marker("slow"):
+            raise pytest.UsageError(f"{item.nodeid} is marked slow: mark it by its reason, one of {', '.join(REASONS)}")
+        if any(item.get_closest_marker(reason) for reason in REASONS):
+            item.add_marker("slow")
+
+
 _cases: dict[tuple[str, str], int] = {}
 
 

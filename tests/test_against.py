@@ -126,7 +126,7 @@ def commit_is_here() -> bool:
     return subprocess.run(command, capture_output=True).returncode == 0
 
 
-@pytest.mark.slow
+@pytest.mark.process
 @pytest.mark.skipif(not commit_is_here(), reason=f"needs git and the commit {COMMIT}, which a shallow clone lacks")
 def test_the_code_at_hand_computes_what_the_commit_did() -> None:
     command = [sys.executable, str(ROOT / "tools" / "against.py"), "--kinds", "plain", "mhc"]
@@ -135,7 +135,7 @@ def test_the_code_at_hand_computes_what_the_commit_did() -> None:
     assert done.stdout.count("equal (") == 6 and f"equal to {COMMIT}: plain, mhc" in done.stdout
 
 
-@pytest.mark.slow
+@pytest.mark.process
 @pytest.mark.skipif(not commit_is_here(), reason=f"needs git and the commit {COMMIT}, which a shallow clone lacks")
 def test_a_change_of_the_last_bit_is_seen_and_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The code at hand, but the loss is 1 + 2⁻²³ times what it was."""

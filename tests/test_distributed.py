@@ -59,7 +59,7 @@ def test_a_host_without_an_address_is_waited_for_and_then_given_up(capsys, monke
     )
 
 
-@pytest.mark.parametrize("process", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("process", [0, pytest.param(1, marks=pytest.mark.process)])
 def test_processes_that_do_not_come_are_given_up_with_a_line_of_ours(process: int) -> None:
     """Also where it is process 0 that does not; jax's own way is a stack trace and SIGABRT."""
     with socket.socket() as free:

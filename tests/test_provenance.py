@@ -16,7 +16,7 @@ import pytest
 from mhc import provenance
 from mhc.config import from_json
 from mhc.errors import UserError
-from mhc.monitor.writers import read_json, write_json
+from mhc.files import read_json, write_json
 from mhc.remote import lock
 from mhc.sharding import make_mesh
 from mhc.train import run as runs
@@ -173,7 +173,7 @@ def test_processes_find_each_other_anew(finished, tmp_path):
     assert provenance.config_hash(from_json(json.dumps(stored["config"]))) == provenance.config_hash(origin.config)
 
 
-@pytest.mark.slow
+@pytest.mark.process
 def test_the_command_line_starts_from_it(finished, tmp_path):
     """Two processes: one from the file, one that changes a field too."""
     for name, more, steps in (("a", (), 12), ("b", ("--config.train.steps=3",), 3)):

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from mhc import cli
+from mhc.files import read_jsonl
 from mhc.grid import plan
-from mhc.monitor.writers import read_jsonl
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "recipes.md").read_text("utf-8")
@@ -109,7 +109,7 @@ def test_the_grid_is_valid(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(plan.load(command[4], (), cli.Parser()).arms) == 9
 
 
-@pytest.mark.slow
+@pytest.mark.process
 def test_every_command_runs(tmp_path: Path) -> None:
     """In the order of the page, in one folder, as a new user would."""
     for folder in ("corpus", "web", "code"):

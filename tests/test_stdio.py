@@ -184,7 +184,7 @@ def test_a_result_that_finds_no_room_is_a_line_with_a_code_of_its_own(tmp_path: 
     assert done.stdout.splitlines() == ["warned", "error: stdout: cannot be written: No space left on device"]
 
 
-@pytest.mark.slow
+@pytest.mark.process
 @pytest.mark.parametrize(
     "program",
     ["train.py --config configs/demo.py --dry_run", "-m mhc.data.inspect --config configs/demo.py", "train.py --help"],

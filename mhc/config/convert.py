@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from mhc import kinds
+from mhc import extras, kinds
 from mhc.config.config import Config, is_derived
 from mhc.config.fields import ResidualConfig
 from mhc.config.group import rules
@@ -23,13 +23,13 @@ def default() -> Any:
     the options of a kind from elsewhere are known only once its module is imported; `from_config_dict` checks them.
 
     Raises:
-      UserError: ml_collections is not installed.
+      mhc.extras.MissingExtra: ml_collections is not installed.
     """
     try:
         from ml_collections import ConfigDict
         from ml_collections.config_dict import placeholder
     except ModuleNotFoundError:
-        raise UserError("a config file needs ml_collections: pip install 'mhc-jax[train]'") from None
+        raise extras.MissingExtra(f"mhc.config.default() needs ml_collections: {extras.command('train')}") from None
     config = ConfigDict()
     for group in groups():
         config[group] = part = ConfigDict()

@@ -101,13 +101,13 @@ def is_fast_alone(group: Group) -> bool:
 
 every_group = pytest.mark.parametrize(
     "group",
-    [pytest.param(group, marks=() if is_fast_alone(group) else pytest.mark.slow) for group in groups()],
+    [pytest.param(group, marks=() if is_fast_alone(group) else pytest.mark.product) for group in groups()],
     ids=str,
 )
 # By case, not by test: what a case compiled is used by the next test, and then dropped.
 every_case = pytest.mark.parametrize(
     "case",
-    [pytest.param(case, marks=() if is_fast(case) else pytest.mark.slow) for case in cases()],
+    [pytest.param(case, marks=() if is_fast(case) else pytest.mark.product) for case in cases()],
     ids=str,
     scope="module",
 )

@@ -28,10 +28,10 @@ TOKENS, WIDTH, SUBLAYERS = (3, 7), 10, 6  # no two sizes alike, nor any that a k
 every_kind = pytest.mark.parametrize("kind", [*specs()])
 
 
-def mostly_slow(*fast: str) -> Any:
-    """Every kind; but for those that ask most of the seam it takes `make test-full`."""
+def fast_for(*fast: str) -> Any:
+    """Parametrise by every kind: the named ones, which ask most of the protocol, fast and the others in the product."""
     return pytest.mark.parametrize(
-        "kind", [pytest.param(kind, marks=() if kind in fast else pytest.mark.slow) for kind in specs()]
+        "kind", [pytest.param(kind, marks=() if kind in fast else pytest.mark.product) for kind in specs()]
     )
 
 
@@ -132,7 +132,7 @@ def forward(config: Config, params: Any, edits: Edits | None = None) -> np.ndarr
     return np.asarray(jax.jit(run)(params))
 
 
-@mostly_slow("mhc", "deferred", "sources")
+@fast_for("mhc", "deferred", "sources")
 def test_a_patch_of_the_state_reaches_all_of_it(kind: str) -> None:
     """Rows that take the whole state of row 0 at block 1, and attend within themselves, end as row 0 does."""
     config = config_of(kind, attention={"window": 1})
@@ -147,7 +147,7 @@ def test_a_patch_of_the_state_reaches_all_of_it(kind: str) -> None:
     assert np.abs(h[1] - untouched[1]).max() > 1e-3
 
 
-@mostly_slow("deferred", "single_pass", "sources", "normed")
+@fast_for("deferred", "single_pass", "sources", "normed")
 def test_a_cache_gives_what_whole_rows_give(kind: str) -> None:
     config = config_of(kind)
     params, tokens = near_start(config), jnp.asarray(np.random.default_rng(0).integers(0, VOCAB, (2, 9)))
@@ -164,7 +164,7 @@ def test_a_cache_gives_what_whole_rows_give(kind: str) -> None:
     assert relative_error(pieces, whole) <= 1e-5
 
 
-@mostly_slow()
+@fast_for()
 def test_depth_is_the_same_however_it_is_run(kind: str) -> None:
     """Scanned, unrolled, recomputed a block or a group at a time: one function, one gradient."""
     compare_depths(kind, {}, {"remat": "full"}, {"remat": "streams", "remat_blocks": 2})
@@ -195,7 +195,7 @@ def compare_depths(kind: str, *models: dict[str, Any]) -> None:
             assert np.max(np.abs(a - b)) <= 1e-4 * np.max(np.abs(b)) + 1e-7, model
 
 
-@mostly_slow("single_pass", "sources", "normed")
+@fast_for("single_pass", "sources", "normed")
 def test_a_probe_measures_what_a_kind_has(kind: str) -> None:
     """Gains where there are maps, and nowhere else; what a kind wants measured, by sublayer; the states settled."""
     config = config_of(kind)

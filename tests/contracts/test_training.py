@@ -177,7 +177,7 @@ def deep(group: Group) -> tuple[Trainer, Callable[[Params], jax.Array]]:
     return made, streams
 
 
-@pytest.mark.slow
+@pytest.mark.product
 @every_case
 def test_streams_separate_in_a_decoder(case: Case) -> None:
     """After ten Adam steps no two streams after the last block are the same."""

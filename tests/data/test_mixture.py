@@ -16,13 +16,14 @@ import jax
 import numpy as np
 import pytest
 
-from eval import checkpoints, perplexity
 from mhc.config import Config, shares
 from mhc.data import pipeline, tokenizers
-from mhc.data.mixture import Assignment
-from mhc.data.sources import open_source, parts
+from mhc.data.corpus.sources import open_source, parts
+from mhc.data.rows.mixture import Assignment
 from mhc.errors import UserError
-from mhc.monitor.writers import read_jsonl
+from mhc.eval.common import checkpoints
+from mhc.eval.perplexity import __main__ as perplexity
+from mhc.files import read_jsonl
 from tests.small_runs import assert_equal_runs, config, run
 
 BYTES = tokenizers.load("bytes")
@@ -148,7 +149,7 @@ def test_a_run_writes_of_each_source_and_each_set(mixed, tmp_path):
     assert sums.nll.sum() / sums.tokens.sum() == pytest.approx(last["val_loss"], rel=1e-6)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_killed_run_goes_on_bit_for_bit(mixed, tmp_path):
     made = made_of(mixed)
     assert run(made, tmp_path / "whole") == 0

@@ -17,8 +17,8 @@ import pytest
 
 from mhc.config import DataConfig
 from mhc.data import tokenizers
-from mhc.data.packing import Batch
 from mhc.data.pipeline import TrainIterator, train_iterator
+from mhc.data.rows.packing import Batch
 from mhc.errors import UserError
 from tests.data.conftest import write_texts
 
@@ -71,7 +71,7 @@ def test_their_number_changes_neither_batches_nor_state(mixed):
     assert not multiprocessing.active_children()
 
 
-@pytest.mark.slow
+@pytest.mark.process
 @pytest.mark.parametrize("prefetch", [0, 3])
 @pytest.mark.parametrize("workers", [1, 3, 9])
 def test_any_number_of_them_any_rows_and_read_ahead(mixed, workers, prefetch):
@@ -87,7 +87,7 @@ def test_any_number_of_them_any_rows_and_read_ahead(mixed, workers, prefetch):
             assert_same(read(alone, 3), read(shared, 3))
 
 
-@pytest.mark.slow
+@pytest.mark.process
 def test_one_that_is_killed_is_a_line(mixed):
     with opened(mixed, 2) as shared:
         read(shared, 2)
@@ -97,7 +97,7 @@ def test_one_that_is_killed_is_a_line(mixed):
     assert not multiprocessing.active_children()
 
 
-@pytest.mark.slow
+@pytest.mark.process
 def test_a_mistake_in_one_is_the_line_that_it_is(mixed, tmp_path):
     with opened(mixed, 2) as shared:
         (tmp_path / "a" / "007.txt").write_text("another text than when the run began")

@@ -24,11 +24,14 @@ from lm_eval.api.model import LM
 from tokenizers import Tokenizer as Library
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from eval import checkpoints, harness, lm, perplexity
-from eval.lm import LanguageModel, generation
-from eval.scoring import windows
 from mhc import cli
 from mhc.errors import UserError
+from mhc.eval.common import checkpoints
+from mhc.eval.common.scoring import windows
+from mhc.eval.harness import __main__ as harness
+from mhc.eval.harness import lm
+from mhc.eval.harness.lm import LanguageModel, generation
+from mhc.eval.perplexity import __main__ as perplexity
 from tests.small import random_params
 from tests.small_runs import config, run, snapshot, write_corpus
 
@@ -146,7 +149,7 @@ def test_a_text_that_has_no_ids_is_named_by_its_document(model):
 
 
 # Each length is a program of its own.
-@pytest.mark.parametrize("pairs", [PAIRS[6:7], pytest.param(PAIRS, marks=pytest.mark.slow)], ids=["long", "every"])
+@pytest.mark.parametrize("pairs", [PAIRS[6:7], pytest.param(PAIRS, marks=pytest.mark.product)], ids=["long", "every"])
 def test_a_likelihood_is_that_of_the_request_alone(pairs, model):
     found = model.loglikelihood([request("loglikelihood", *pair) for pair in pairs])
     longest = model.max_length
@@ -168,7 +171,7 @@ def test_a_likelihood_is_that_of_the_request_alone(pairs, model):
     assert pairs != PAIRS or lengths == {(True, True), (True, False), (False, True), (False, False)}
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_what_greedy_decoding_gives_is_greedy(model):
     for context in (words(3, 0), words(30, 2)):
         (text,) = model.generate_until([request("generate_until", context, {"max_gen_toks": 3, "until": []})])
@@ -183,12 +186,12 @@ def test_what_greedy_decoding_gives_is_greedy(model):
         assert text == model._tokenizer.decode(new[:end])
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_batches_change_nothing(model):
     compare(model, LanguageModel(model.checkpoint, batch_size=7))
 
 
-@pytest.mark.slow  # a minute of compilation
+@pytest.mark.long  # a minute of compilation
 @pytest.mark.parametrize(
     "mesh",
     [{"data": 8}, {"fsdp": 2, "tensor": 4}, {"data": 2, "fsdp": 2, "tensor": 2}, {"fsdp": 4, "expert": 2}],
@@ -241,7 +244,7 @@ def test_single_tokens_behind_one_context_take_one_pass(model, monkeypatch):
 # Generation -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_stop_string_ends_the_text_also_inside_tokens(model):
     """Every stop is cut out of what is written without stops: at any place, over one token or several."""
     context = words(3, 7)
@@ -289,7 +292,7 @@ def test_what_asks_for_nothing_passes():
     assert (sampled.temperature, sampled.top_k) == (1.0, None)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_what_is_asked_for_several_times_is_another_sample_each_time(model):
     how = {"max_gen_toks": 8, "do_sample": True}
     asked = [request("generate_until", words(3, 7), how)] * 3

@@ -11,10 +11,13 @@ import jax
 import numpy as np
 import pytest
 
-from eval import checkpoints, inspect, interventions, perplexity
-from eval.checkpoints import Checkpoint
-from eval.interventions import Case
 from mhc import cli
+from mhc.eval.common import checkpoints
+from mhc.eval.common.checkpoints import Checkpoint
+from mhc.eval.inspect import __main__ as inspect
+from mhc.eval.inspect import interventions
+from mhc.eval.inspect.interventions import Case
+from mhc.eval.perplexity import __main__ as perplexity
 from mhc.monitor import probes
 from mhc.sharding import make_mesh
 from tests.small import VOCAB, random_params, relative_error, small
@@ -47,7 +50,7 @@ def made(kind: str = "mhc", **groups: Any) -> Checkpoint:
 # Profile --------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_profile_is_that_of_the_probes(loaded):
     batch = probes.probe_batch(loaded.config)
     probe = probes.compile_probe(loaded.definition, loaded.mesh)(loaded.params, batch)
@@ -160,9 +163,9 @@ def test_the_control_is_of_other_heads():
     [
         ("plain", {}),
         pytest.param(
-            "hc", {"attention": {"kind": "mla", "kv_rank": 8}, "model": {"scan": False}}, marks=pytest.mark.slow
+            "hc", {"attention": {"kind": "mla", "kv_rank": 8}, "model": {"scan": False}}, marks=pytest.mark.product
         ),
-        pytest.param("mhc", {"attention": {"window": 4, "global_every": 2}}, marks=pytest.mark.slow),
+        pytest.param("mhc", {"attention": {"window": 4, "global_every": 2}}, marks=pytest.mark.product),
     ],
 )
 def test_a_patch_recovers_what_lies_where_the_prompts_differ(kind, groups):
@@ -208,7 +211,7 @@ def test_each_variant_is_one_activation_of_its_row():
 # Over a mesh ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_mesh_changes_nothing(trained):
     """Eight devices against one: profile, ablation with means, patches, patterns."""
     found = []
@@ -276,16 +279,16 @@ PAIR = ["--clean", "the width", "--corrupted", "the norms", "--answer", "x", "--
 @pytest.mark.parametrize(
     ("given", "stem", "check"),
     [
-        pytest.param(["profile", "--rows", "4"], "profile", check_profile, marks=pytest.mark.slow),
+        pytest.param(["profile", "--rows", "4"], "profile", check_profile, marks=pytest.mark.product),
         (
             ["ablate", "--how", "mean", "--rows", "4", "--reference", "2", "--draws", "3"],
             "ablation",
             check_ablation,
         ),
         pytest.param(
-            ["ablate", "--heads", "0.1", "2.0", "--draws", "2"], "ablation", check_set, marks=pytest.mark.slow
+            ["ablate", "--heads", "0.1", "2.0", "--draws", "2"], "ablation", check_set, marks=pytest.mark.product
         ),
-        pytest.param(["patch", *PAIR, "--batch_size", "16"], "patch", check_patch, marks=pytest.mark.slow),
+        pytest.param(["patch", *PAIR, "--batch_size", "16"], "patch", check_patch, marks=pytest.mark.product),
         (["attention", "--prompt", "is the $ —", "--layers", "2"], "attention_2", check_attention),
     ],
     ids=lambda given: given[0] if isinstance(given, list) else None,

@@ -17,11 +17,14 @@ import pytest
 import tokenizers
 from hypothesis import given, settings
 
-from eval import checkpoints, longcontext, needles, perplexity, reach
 from mhc import cli
 from mhc.config import PositionsConfig
 from mhc.data.tokenizers import ByteTokenizer, JsonTokenizer
-from mhc.monitor.writers import read_json
+from mhc.eval.common import checkpoints
+from mhc.eval.longcontext import __main__ as longcontext
+from mhc.eval.longcontext import needles, reach
+from mhc.eval.perplexity import __main__ as perplexity
+from mhc.files import read_json
 from mhc.sharding import make_mesh
 from tests.small import definition, random_params, with_fields
 from tests.small_runs import config, on_demand, resolved, run, snapshot
@@ -321,7 +324,7 @@ def test_scalings_are_those_of_the_config(checkpoint):
     assert list(reach.scalings(alibi, 64)) == ["alibi (as trained)"]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_each_scaling_changes_what_is_beyond_the_trained_length(checkpoint):
     length = 4 * checkpoint.config.data.sequence_length
     ids = rows_of(np.random.default_rng(0), 6, length).reshape(3, 2, length + 1)
@@ -402,7 +405,7 @@ def test_a_report_has_what_the_model_scored(checkpoint):
     assert longcontext.difference(found, found._replace(identity=("bytes", "other text"))) == []
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_program_tells_writes_and_leaves_the_run_alone(trained, tmp_path, capsys):
     folder, out = trained(), tmp_path / "out"
     before = snapshot(folder)
@@ -424,7 +427,7 @@ def test_the_program_tells_writes_and_leaves_the_run_alone(trained, tmp_path, ca
     assert said.count("note: no needle in") == 3 and "first of 3, % (chance 33)" in said
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_neither_batch_nor_mesh_matters(trained, tmp_path):
     parts = ["--parts", "needles", "loss", "cost", "--lengths", "32", "64", "--new", "2", "--scalings", "yarn"]
     one, other = (
@@ -443,7 +446,7 @@ def test_neither_batch_nor_mesh_matters(trained, tmp_path):
     assert [x["cache_bytes"] for x in one["cost"]] == [x["cache_bytes"] for x in third["cost"]]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_checkpoints_are_compared_sample_by_sample(trained, tmp_path, capsys):
     parts = ["--parts", "needles", "loss", "--lengths", "32", "--scalings"]
     first, second, same = report([trained(), trained("hc"), trained()], tmp_path / "found.json", *parts)
@@ -464,7 +467,7 @@ def test_checkpoints_are_compared_sample_by_sample(trained, tmp_path, capsys):
     assert f"Minus {first['checkpoint']}" in capsys.readouterr().out
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_learned_positions_end_where_their_table_does(trained, tmp_path, capsys):
     folder = trained("plain", "learned")
     (found,) = report([folder], tmp_path / "found.json", "--parts", "needles", "loss", "cost")

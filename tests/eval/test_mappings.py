@@ -9,9 +9,10 @@ import jax
 import numpy as np
 import pytest
 
-from eval import checkpoints, mappings
 from mhc import cli
-from mhc.monitor.writers import read_json, read_jsonl
+from mhc.eval import mappings
+from mhc.eval.common import checkpoints
+from mhc.files import read_json, read_jsonl
 from tests.small_runs import config, on_demand, run, snapshot, write_corpus
 
 KINDS = ("plain", "hc", "mhc")
@@ -31,7 +32,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     return of
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_page_shows_the_gains_of_the_probes(trained, tmp_path, capsys):
     folders = [trained(kind) for kind in KINDS]
     before = [snapshot(folder) for folder in folders]
@@ -54,7 +55,7 @@ def test_the_page_shows_the_gains_of_the_probes(trained, tmp_path, capsys):
     assert "hc, step 12 (hc): peak gain of a sublayer" in capsys.readouterr().out
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_products_are_in_the_order_of_depth(trained):
     """Of one token, whose mean is itself: the product from the start, and to the end, of the single maps."""
     checkpoint = checkpoints.load(str(trained("hc")), devices=jax.devices()[:1])
@@ -78,7 +79,7 @@ def test_products_are_in_the_order_of_depth(trained):
     assert np.abs(one.single[1] @ one.single[2] - one.single[2] @ one.single[1]).max() > 1e-4  # so that order matters
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_means_of_doubly_stochastic_maps_are_doubly_stochastic(trained):
     one = mappings.measure(checkpoints.load(str(trained("mhc")), devices=jax.devices()[:1]))
     probe = read_jsonl(trained("mhc") / "probes.jsonl")[-1]

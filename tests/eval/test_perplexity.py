@@ -14,12 +14,13 @@ import jax
 import numpy as np
 import pytest
 
-from eval import checkpoints, perplexity
-from eval.scoring import Sums, intervals, measures, resampled
 from mhc import cli
 from mhc.config import from_json
 from mhc.errors import UserError
-from mhc.monitor.writers import read_jsonl
+from mhc.eval.common import checkpoints
+from mhc.eval.common.scoring import Sums, intervals, measures, resampled
+from mhc.eval.perplexity import __main__ as perplexity
+from mhc.files import read_jsonl
 from tests.small_runs import config, run, snapshot
 
 
@@ -60,7 +61,7 @@ def test_it_is_the_validation_loss_of_the_run(trained, tmp_path, capsys):
     assert {path.name for path in out.iterdir()} == {"perplexity.png", "perplexity.csv"}
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_neither_batch_nor_mesh_matters(trained):
     alone = checkpoints.load(str(trained), devices=jax.devices()[:1])
     eight = checkpoints.load(str(trained))
@@ -104,7 +105,7 @@ def test_every_token_of_a_document_is_counted_once(trained):
         np.testing.assert_array_equal(text, size)
 
 
-@pytest.mark.parametrize("stride", [pytest.param(1, marks=pytest.mark.slow), 5])
+@pytest.mark.parametrize("stride", [pytest.param(1, marks=pytest.mark.product), 5])
 def test_a_window_scores_what_a_forward_of_it_alone_does(trained, stride):
     """Against each window by itself, of the full logits; all but a document's first targets have T - S of context."""
     checkpoint = checkpoints.load(str(trained), devices=jax.devices()[:1])

@@ -12,15 +12,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from eval import regression
-from eval.checkpoints import Checkpoint
-from eval.regression import Logits, Outputs, Rows
 from mhc import cli
 from mhc import config as configs
 from mhc.config import Config, to_json
 from mhc.errors import UserError
+from mhc.eval.common.checkpoints import Checkpoint
+from mhc.eval.regression import __main__ as regression
+from mhc.eval.regression.__main__ import Logits, Outputs, Rows
+from mhc.files import read_json
 from mhc.model.decoder import Params
-from mhc.monitor.writers import read_json
 from mhc.sharding import make_mesh, path_of
 from mhc.train.checkpoint import save_weights
 from mhc.train.start import preserving
@@ -73,7 +73,7 @@ def regress(run: Path, *arguments: object) -> int:
 # Equal models ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["plain", pytest.param("mhc", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", ["plain", pytest.param("mhc", marks=pytest.mark.product)])
 def test_a_checkpoint_differs_from_its_golden_file_by_nothing(kind, runs, tmp_path, capsys):
     run, golden, file = runs(kind), tmp_path / "golden.npz", tmp_path / "found.json"
     before = snapshot(run)
@@ -120,7 +120,7 @@ def test_a_model_without_its_tokenizer_reads_ids_that_it_has():
     assert whole.max() == 256
 
 
-KINDS = [pytest.param(kind, marks=pytest.mark.slow) for kind in ("mhc", "hc", "mhc_lite", "kromhc", "identity")]
+KINDS = [pytest.param(kind, marks=pytest.mark.product) for kind in ("mhc", "hc", "mhc_lite", "kromhc", "identity")]
 
 
 @pytest.mark.parametrize("kind", KINDS)

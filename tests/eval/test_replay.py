@@ -15,12 +15,12 @@ import jax
 import numpy as np
 import pytest
 
-from eval import replay as replays
-from eval.replay import batches_left_out, change, render
 from mhc import cli
 from mhc.config import Config, from_config_dict, resolve
 from mhc.errors import UserError
-from mhc.monitor.writers import read_json, read_jsonl, write_json
+from mhc.eval import replay as replays
+from mhc.eval.replay import batches_left_out, change, render
+from mhc.files import read_json, read_jsonl, write_json
 from mhc.train import run as runs
 from mhc.train import step as steps
 from mhc.train.checkpoint import committed_steps
@@ -129,7 +129,7 @@ def test_another_topology_sees_the_same_batches(rewound: Path) -> None:
     np.testing.assert_array_equal(other.profile["forward_gain"], 1.0)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_another_rate_goes_on_from_the_checkpoint(rewound: Path) -> None:
     step = max(committed_steps(rewound)[0] + 1, 2)
     logged = {row["step"]: row for row in read_jsonl(rewound / "metrics.jsonl")}[step]
@@ -138,7 +138,7 @@ def test_another_rate_goes_on_from_the_checkpoint(rewound: Path) -> None:
     assert result.metrics["loss"] == logged["loss"] and result.metrics["lr"] == 1.0
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_first_nan_is_named(rewound: Path) -> None:
     """Of a rate so high that the step after it overflows."""
     step = max(committed_steps(rewound)[0], 1) + 2
@@ -221,7 +221,7 @@ def test_a_replay_takes_no_more_cores_than_the_run_had(
     assert bound == [[3, 5]]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_run_without_a_step(tmp_path: Path, rewound: Path) -> None:
     (tmp_path / "config.json").write_bytes((rewound / "config.json").read_bytes())
     with pytest.raises(UserError, match="has not logged a step"):

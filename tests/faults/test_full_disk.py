@@ -38,7 +38,8 @@ def code_of(main: Callable[[], int]) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("at", "last"), [pytest.param(4, None, marks=pytest.mark.slow), (8, 4), pytest.param(12, 8, marks=pytest.mark.slow)]
+    ("at", "last"),
+    [pytest.param(4, None, marks=pytest.mark.product), (8, 4), pytest.param(12, 8, marks=pytest.mark.product)],
 )
 def test_a_full_disk_during_a_checkpoint(
     at: int,

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from mhc.config import Config, from_config_dict
-from mhc.monitor.writers import read_jsonl
+from mhc.files import read_jsonl
 from mhc.train.checkpoint import load_run
 from mhc.train.record import batch_hash
 from mhc.train.run import Run
@@ -115,15 +115,15 @@ def alarms(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
             Faults(gradients=nan_gradient),
             "gradient of sublayer 3 (feed-forward of block 1)",
             id="gradient",
-            marks=pytest.mark.slow,
+            marks=pytest.mark.product,
         ),
         pytest.param(
             Faults(params=nan_weight),
             "output of sublayer 2 (attention of block 1), forward",
             id="forward",
-            marks=pytest.mark.slow,
+            marks=pytest.mark.product,
         ),
-        pytest.param(Faults(loss=infinite_loss), "loss, forward", id="loss", marks=pytest.mark.slow),
+        pytest.param(Faults(loss=infinite_loss), "loss, forward", id="loss", marks=pytest.mark.product),
     ],
 )
 def test_halt_names_the_tensor_and_leaves_a_checkpoint_that_resumes(tmp_path, corpus, faults, tensor):
@@ -145,7 +145,7 @@ def test_halt_names_the_tensor_and_leaves_a_checkpoint_that_resumes(tmp_path, co
     assert [record["step"] for record in read_jsonl(tmp_path / "metrics.jsonl")] == list(range(1, 21))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_nonfinite_step_leaves_no_trace_but_in_the_counters(tmp_path, corpus):
     """Steps after it are those of a run whose batch 13 was left out; schedule, optimiser and parameters alike."""
     cfg = config(corpus, guard={"on_nonfinite": "skip"}, train={"steps": AT + 1})
@@ -158,7 +158,7 @@ def test_a_nonfinite_step_leaves_no_trace_but_in_the_counters(tmp_path, corpus):
     assert (int(made.state.skipped), int(made.state.nonfinite), int(made.state.step)) == (1, 1, AT + 1)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_skip_leaves_out_a_spike(tmp_path, corpus):
     falling = {"kind": "cosine", "warmup_steps": 4, "decay_steps": 20}
     cfg = config(corpus, guard={"on_spike": "skip"}, schedule=falling, train={"steps": AT + 2})
@@ -178,7 +178,7 @@ def test_skip_leaves_out_a_spike(tmp_path, corpus):
     assert rates[AT - 1] > rates[AT] == rates[AT + 1]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_clip_scales_the_update(tmp_path, corpus):
     cfg = config(corpus, guard={"on_spike": "clip", "zclip_warmup": 8}, optimizer={"clip_norm": None})
     _, _, events = run(tmp_path, cfg, Faults(gradients=tenfold_gradients))
@@ -189,7 +189,7 @@ def test_clip_scales_the_update(tmp_path, corpus):
     assert records[AT]["clip_scale"] > 0.5
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_rewind_lands_where_it_says_and_stops_after_max_rewinds(tmp_path, corpus):
     guard = {"on_spike": "rewind", "rewind_steps": 4, "skip_batches": 3, "max_rewinds": 2}
     cfg = config(corpus, guard=guard)
@@ -219,7 +219,7 @@ class Recording:
         return getattr(self.data, attribute)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_rewind_leaves_out_the_stated_batches(tmp_path, corpus):
     """After a rewind to step 5 over 3 batches, step 6 takes what step 9 took before."""
     seen: dict[str, list[np.ndarray]] = {}
@@ -235,7 +235,7 @@ def test_rewind_leaves_out_the_stated_batches(tmp_path, corpus):
     np.testing.assert_array_equal(rewound[AT + 4], plain[8])
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_bad_batch_is_found_and_named(tmp_path, corpus):
     """Targets that no text of the corpus has, all the same one: the loss jumps, and with it, by rule, the gradient."""
 
@@ -271,7 +271,7 @@ def collapsing(step: jax.Array, params: Any) -> Any:
     return replaced(params, "embed/table", change)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_stream_that_explodes_is_a_signal_explosion(tmp_path, corpus):
     """The probe sees the parameters as they are, so the fault is put into them: between steps, not inside one."""
     cfg = config(corpus, "hc", guard={"forward_gain": 20.0, "on_nonfinite": "skip"})
@@ -293,7 +293,7 @@ def test_a_stream_that_explodes_is_a_signal_explosion(tmp_path, corpus):
     assert all("forward_gain" in event["monitors"] for event in spikes)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_representation_in_one_direction_is_a_collapse(tmp_path, corpus):
     cfg = config(corpus, "plain", guard={"residual_rms": 1e6, "attention_logit": 1e6})
     cfg = dataclasses.replace(cfg, monitor=dataclasses.replace(cfg.monitor, zscore_threshold=4.0))
@@ -313,7 +313,7 @@ def test_a_representation_in_one_direction_is_a_collapse(tmp_path, corpus):
     assert spikes[0]["cause"] == "representation_collapse"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("action", ["log", "skip"])
 def test_events_of_a_resumed_run_equal_those_of_an_undisturbed_one(action, tmp_path, corpus):
     """The windows of ``log`` are read off the record again, those of ``skip`` come with the checkpoint."""

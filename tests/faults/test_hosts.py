@@ -20,7 +20,7 @@ import pytest
 
 from mhc.config import from_config_dict
 from mhc.distributed import LOST
-from mhc.monitor.writers import read_json, read_jsonl
+from mhc.files import read_json, read_jsonl
 from mhc.train import run as runs
 from mhc.train.checkpoint import committed_steps
 from tests.faults.faulty_host import NOT_FINITE
@@ -31,7 +31,7 @@ START = 300.0  # seconds that processes may take to their first step on a busy m
 TIMEOUT = 10  # distributed.timeout
 STEPS = 12
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.process
 
 
 @pytest.fixture(scope="module")

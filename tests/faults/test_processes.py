@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from mhc.config import from_config_dict
-from mhc.monitor.writers import read_json, read_jsonl
+from mhc.files import read_json, read_jsonl
 from mhc.train.checkpoint import committed_steps
 from tests.small_runs import assert_equal_runs, run, tiny, write_corpus
 
@@ -88,7 +88,7 @@ def strike(process: subprocess.Popen[str], folder: Path, step: int, number: sign
     return process.returncode, said
 
 
-@pytest.mark.slow
+@pytest.mark.process
 def test_a_run_killed_and_then_stopped_equals_the_undisturbed_one(fields, reference, tmp_path):
     """SIGKILL leaves what it leaves; SIGTERM saves and exits with 0."""
     folder = tmp_path / "run"
@@ -104,7 +104,7 @@ def test_a_run_killed_and_then_stopped_equals_the_undisturbed_one(fields, refere
     assert_equal_runs(folder, reference, devices=DEVICES)
 
 
-@pytest.mark.slow
+@pytest.mark.process
 def test_a_run_killed_three_times_equals_the_undisturbed_one(fields, reference, tmp_path):
     """kill -9 at a random step of the first, second and third part; in the end no step is twice and none is missing."""
     folder, steps = tmp_path / "run", random.Random(time.time_ns())
@@ -120,7 +120,7 @@ def test_a_run_killed_three_times_equals_the_undisturbed_one(fields, reference, 
     assert_equal_runs(folder, reference, devices=DEVICES)
 
 
-@pytest.mark.slow
+@pytest.mark.process
 def test_worker_processes_leave_signals_to_the_run_and_end_with_it(fields, reference, tmp_path):
     """As a terminal or a scheduler does, every process gets the signal; then the run alone is killed."""
     folder = tmp_path / "run"

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from mhc.monitor.writers import read_jsonl
+from mhc.files import read_jsonl
 from mhc.train.record import CLOCK
 
 ROOT = Path(__file__).parents[2]
@@ -79,7 +79,7 @@ def record(folder: Path) -> dict[str, Any]:
     return json.loads((folder / "arm.json").read_text())
 
 
-@pytest.mark.slow
+@pytest.mark.process
 def test_an_arm_trains_and_is_collected(files: Path, tmp_path: Path) -> None:
     workdir = tmp_path / "w"
     assert (
@@ -92,7 +92,7 @@ def test_an_arm_trains_and_is_collected(files: Path, tmp_path: Path) -> None:
     assert float(row["final_loss"]) == read_jsonl(workdir / ARMS[0] / "metrics.jsonl")[-1]["loss"]
 
 
-@pytest.mark.slow
+@pytest.mark.process
 @pytest.mark.parametrize("orphan", ["lives", "dies"])
 def test_a_grid_killed_in_the_middle_ends_as_an_undisturbed_one(
     orphan: str, files: Path, calm: Path, tmp_path: Path

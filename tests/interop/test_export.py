@@ -122,7 +122,7 @@ FEW = ("mhc", "hc", "kromhc", "latent attention and experts", "relative bias", "
 
 
 @pytest.mark.parametrize(
-    "case", [case if case in FEW else pytest.param(case, marks=pytest.mark.slow) for case in CASES]
+    "case", [case if case in FEW else pytest.param(case, marks=pytest.mark.product) for case in CASES]
 )
 def test_the_short_file_gives_the_model_s_logits(case: str, tmp_path: Path) -> None:
     kind, groups = CASES[case]
@@ -324,7 +324,7 @@ def test_a_plain_run_is_written_in_the_names_of_its_family(tmp_path: Path) -> No
     assert relative_error(loaded(ours)(TOKENS), load_run(run).decoder()(tokens)) < 1e-5
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_what_was_imported_is_exported_as_it_was_published(tmp_path: Path) -> None:
     """Through a run: the tensors of the folder, bit for bit."""
     from mhc.interop.import_hf import import_hf

@@ -36,7 +36,7 @@ def random_model(family: str, seed: int) -> tuple[dict[str, Any], Weights]:
     return raw, random_weights(raw, random_layout(raw, seed), seed)
 
 
-SEEDS = [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 6))]
+SEEDS = [0, *(pytest.param(seed, marks=pytest.mark.product) for seed in range(1, 6))]
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -94,7 +94,7 @@ def test_the_two_rotary_layouts_and_namings_are_one_function() -> None:
     ("name", "mesh"),
     [
         ("deepseek_v3", {"data": 2, "expert": 2, "tensor": 2}),
-        pytest.param("bloom_alibi", {"fsdp": 4, "tensor": 2}, marks=pytest.mark.slow),
+        pytest.param("bloom_alibi", {"fsdp": 4, "tensor": 2}, marks=pytest.mark.product),
     ],
     ids=str,
 )

@@ -61,7 +61,7 @@ FEW: list[dict[str, Any]] = [{"kind": "mhc", "iters": 2}, {"kind": "hc"}]
 
 @pytest.mark.parametrize(
     "residual",
-    [*FEW, *(pytest.param(residual, marks=pytest.mark.slow) for residual in RESIDUALS)],
+    [*FEW, *(pytest.param(residual, marks=pytest.mark.product) for residual in RESIDUALS)],
     ids=lambda residual: "-".join(map(str, residual.values())),
 )
 def test_under_another_residual_it_is_the_same_function(residual: dict[str, Any]) -> None:

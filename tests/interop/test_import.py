@@ -383,7 +383,7 @@ print(peak() - before)
 """
 
 
-@pytest.mark.slow
+@pytest.mark.process
 @pytest.mark.parametrize("family", ["llama", "mixtral"])
 def test_importing_takes_little_more_than_the_parameters(family: str, tmp_path: Path) -> None:
     raw: dict[str, Any] = {"model_type": family, "hidden_size": 1024, "num_attention_heads": 8, "vocab_size": 1000}

@@ -81,7 +81,7 @@ IMPLEMENTATIONS = {
 }
 
 
-@pytest.mark.parametrize("kv_heads", [4, pytest.param(2, marks=pytest.mark.slow), 1])
+@pytest.mark.parametrize("kv_heads", [4, pytest.param(2, marks=pytest.mark.product), 1])
 def test_implementations_agree(kv_heads):
     """Values and gradients, against softmax(q k / sqrt K + mask) v in float64 written out head by head."""
     q, k, v = (normal(2, 16, heads, 6, seed=seed) for seed, heads in enumerate((4, kv_heads, kv_heads)))
@@ -234,7 +234,7 @@ def test_auto_never_chooses_what_cannot_honour_the_model(platform, groups, chose
 
 
 @pytest.mark.parametrize(
-    "groups", [pytest.param({"model": {"dtype": "bfloat16"}}, marks=pytest.mark.slow), {}], ids=str
+    "groups", [pytest.param({"model": {"dtype": "bfloat16"}}, marks=pytest.mark.product), {}], ids=str
 )
 def test_a_model_computes_the_same_under_every_implementation(groups):
     """Layers that mix windows and full sight, scanned; flash takes a branch where the others choose a mask."""

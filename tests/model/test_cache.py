@@ -183,7 +183,7 @@ FAST = pairwise(
 # Every fifth one is enough for each day.
 @pytest.mark.parametrize(
     "case",
-    [pytest.param(case, marks=pytest.mark.slow if number % 5 else ()) for number, case in enumerate(FAST)],
+    [pytest.param(case, marks=pytest.mark.product if number % 5 else ()) for number, case in enumerate(FAST)],
     ids=map(ident, FAST),
 )
 def test_pairwise(case: dict[str, str]) -> None:
@@ -219,7 +219,7 @@ def _thousands_of_programs() -> Iterator[None]:
     jax.clear_caches()
 
 
-@pytest.mark.slow
+@pytest.mark.product
 @pytest.mark.usefixtures("_thousands_of_programs")
 @pytest.mark.parametrize("group", GROUPS, ids=ident)
 def test_whole_product(group: dict[str, str], record_property: Callable[[str, object], None]) -> None:
@@ -251,7 +251,7 @@ SCALINGS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize(
     "zoo",
     [
-        pytest.param(name, marks=pytest.mark.slow) if name in ("relative bias, experts", "latent experts") else name
+        pytest.param(name, marks=pytest.mark.product) if name in ("relative bias, experts", "latent experts") else name
         for name in ZOO
     ],
 )
@@ -262,7 +262,8 @@ def test_every_part_of_a_decoder(zoo: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "scaling", [pytest.param(name, marks=[] if name in ("yarn", "dynamic") else pytest.mark.slow) for name in SCALINGS]
+    "scaling",
+    [pytest.param(name, marks=[] if name in ("yarn", "dynamic") else pytest.mark.product) for name in SCALINGS],
 )
 def test_rotary_scalings(scaling: str) -> None:
     """Of dynamic: rows within the original length, which it does not scale, so that keys are kept."""

@@ -59,7 +59,7 @@ def plain_logits() -> np.ndarray:
     return np.asarray(forward(config)(initial(config), packed(4)))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_hc_with_mean_collapse_starts_as_plain(plain_logits):
     config = small("hc", model=FOUR_BLOCKS, residual={"collapse": "mean"})
     assert relative_error(forward(config)(initial(config), packed(4)), plain_logits) <= 2e-5
@@ -235,7 +235,7 @@ def reference_gradient() -> tuple[Any, Any, Any]:
     return params, loss, grads
 
 
-@pytest.mark.slow  # the contract holds it over sublayers
+@pytest.mark.long  # the contract holds it over sublayers
 def test_unrolled_blocks_equal_scanned_ones(reference_gradient):
     params, loss, grads = reference_gradient
     unrolled_loss, unrolled = gradient(small("mhc", model={"scan": False}))(params, packed(4))
@@ -251,7 +251,7 @@ def test_scan_is_on():
     assert (loops(True), loops(False)) == (1, 0)
 
 
-@pytest.mark.parametrize("remat", [pytest.param(name, marks=pytest.mark.slow) for name in ("full", "dots")])
+@pytest.mark.parametrize("remat", [pytest.param(name, marks=pytest.mark.product) for name in ("full", "dots")])
 def test_recomputation_changes_no_gradient(remat, reference_gradient):
     params, loss, grads = reference_gradient
     config = small("mhc", model={"remat": remat})
@@ -260,7 +260,7 @@ def test_recomputation_changes_no_gradient(remat, reference_gradient):
     assert distance(again, grads) <= 1e-6
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["plain", "mhc"])
 def test_recomputing_the_connections_changes_no_gradient(kind):
     """Five blocks in groups of two, the last alone; windows differ within groups and between them."""
@@ -274,7 +274,7 @@ def test_recomputing_the_connections_changes_no_gradient(kind):
     assert distance(recomputed, grads) <= 5e-6  # ten sublayers of random maps
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_recomputing_the_connections_keeps_less():
     """Temporaries of eight mhc blocks: under six tenths of those without, and the products of F are not computed
     again."""

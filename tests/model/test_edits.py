@@ -52,7 +52,7 @@ CONFIGS = {
     ),
 }
 FAST = ("plain, heads", "hc, latent heads, unrolled")
-SOME = [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in CONFIGS]
+SOME = [pytest.param(name, marks=() if name in FAST else pytest.mark.product) for name in CONFIGS]
 every_config = pytest.mark.parametrize("name", SOME)
 ROWS = 2
 

@@ -161,7 +161,7 @@ def run(config: Config, steps: int, devices: int = 1) -> tuple[Any, list[Any]]:
     return jax.device_get(state), seen
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_balancing_bias_evens_the_load():
     """From a router that sends most tokens to one expert, max / mean load falls below 1.3 and stays there."""
     config = sparse(moe={"balance_rate": 0.01, "score": "sigmoid"}, optimizer={"lr": 1e-4}, init={"kind": "fan_in"})
@@ -181,7 +181,7 @@ def test_the_balancing_bias_evens_the_load():
     assert np.mean(seen[-10:]) < 1.3
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_each_balance_moves_what_it_should():
     """loss_free: the bias by exactly its rate against the load; auxiliary: the router's gradient, no bias."""
     config = sparse(moe={"balance_rate": 0.01})
@@ -203,9 +203,9 @@ def test_each_balance_moves_what_it_should():
 @pytest.mark.parametrize(
     ("kind", "mesh"),
     [
-        pytest.param("plain", {"expert": 2, "tensor": 2}, marks=pytest.mark.slow),  # fast: tests/multidevice
-        pytest.param("mhc", {"expert": 4}, marks=pytest.mark.slow),
-        pytest.param("mhc", {"expert": 2, "fsdp": 2, "tensor": 2}, marks=pytest.mark.slow),
+        pytest.param("plain", {"expert": 2, "tensor": 2}, marks=pytest.mark.product),  # fast: tests/multidevice
+        pytest.param("mhc", {"expert": 4}, marks=pytest.mark.product),
+        pytest.param("mhc", {"expert": 2, "fsdp": 2, "tensor": 2}, marks=pytest.mark.product),
     ],
     ids=str,
 )

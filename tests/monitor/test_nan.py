@@ -103,7 +103,7 @@ def of_step(config: Config, devices: int = 1, huge: tuple[str, ...] = ()) -> tup
     return made.first_nan(params, put_batch(packed(8, padding=True), made.mesh), 0)
 
 
-@pytest.mark.slow
+@pytest.mark.product
 @pytest.mark.parametrize(
     ("kind", "groups"),
     [
@@ -122,12 +122,12 @@ def test_a_step_without_nan_has_none_on_its_way(kind, groups):
     ("kind", "groups", "devices"),
     [
         ("mhc", {}, 1),
-        pytest.param("hc", {"mesh": {"data": 2, "fsdp": 2, "tensor": 2}}, 8, marks=pytest.mark.slow),
+        pytest.param("hc", {"mesh": {"data": 2, "fsdp": 2, "tensor": 2}}, 8, marks=pytest.mark.product),
         pytest.param(
             "plain",
             {"moe": {"experts": 4}, "mesh": {"data": 1, "fsdp": 2, "tensor": 2, "expert": 2}},
             8,
-            marks=pytest.mark.slow,
+            marks=pytest.mark.product,
         ),
     ],
 )

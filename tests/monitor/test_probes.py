@@ -151,7 +151,7 @@ def test_transposed_logits_give_the_same_maps_under_the_other_preset():
     assert relative_error(mixing(deepseek)(params, seen), expected) > 0.05
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_probe_takes_no_more_than_three_steps():
     """Medians at width 256 and depth 12, taken by turns. The step has no more rows than the probe: the default, of
     eight times as many, takes longer still."""

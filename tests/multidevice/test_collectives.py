@@ -112,7 +112,7 @@ PER_TOKEN = [WIDTH] * (2 * 2 + 2)
         ("mhc", "1x2x4x1"),
         ("hc", "1x1x8x1"),
         *(
-            pytest.param(kind, mesh, marks=pytest.mark.slow)
+            pytest.param(kind, mesh, marks=pytest.mark.product)
             for kind, mesh in (
                 ("mhc", "1x1x8x1"),
                 ("hc", "1x2x4x1"),
@@ -149,13 +149,13 @@ def whole(x: jax.Array) -> jax.Array:
 split = sharding.constrain_streams
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.usefixtures("_compiled_now")
 @pytest.mark.parametrize(
     ("module", "name", "fault"),
     [
-        pytest.param(sharding, "constrain_streams", whole, id="streams laid out whole", marks=pytest.mark.slow),
-        pytest.param(kernels, "project", flattened, id="streams flattened", marks=pytest.mark.slow),
+        pytest.param(sharding, "constrain_streams", whole, id="streams laid out whole"),
+        pytest.param(kernels, "project", flattened, id="streams flattened"),
     ],
 )
 def test_gathered_streams_would_be_seen(
@@ -178,7 +178,7 @@ def largest_experts(weights: list[tuple[int, ...]]) -> int:
     return max(math.prod(shape) // (WIDTH * 20) for shape in weights if set(shape[-2:]) == {WIDTH, 20})
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_experts_stay_where_they_are() -> None:
     """Their weights are gathered over fsdp, each device its own experts'; tokens go to the experts and come back."""
     config = config_of("mhc", EXPERT_MESH, **EXPERTS)
@@ -189,7 +189,7 @@ def test_experts_stay_where_they_are() -> None:
     assert not [shape for shape in weights if shape[:2] == (ROWS, TOKENS)]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.usefixtures("_compiled_now")
 def test_gathered_experts_and_tokens_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     config = config_of("mhc", EXPERT_MESH, **EXPERTS)
@@ -228,7 +228,7 @@ OTHERS: dict[str, dict[str, Any]] = {
     [
         pytest.param({"fsdp": 2, "tensor": 2, "expert": 2}, id="1x2x2x2"),
         *(
-            pytest.param(mesh, id=name, marks=pytest.mark.slow)
+            pytest.param(mesh, id=name, marks=pytest.mark.product)
             for name, mesh in {
                 "1x8x1x1": {"fsdp": 8},
                 "2x2x2x1": {"data": 2, "fsdp": 2, "tensor": 2},

@@ -170,7 +170,7 @@ def test_the_fast_cases_split_every_axis_and_have_every_value() -> None:
     assert all(any(int(case[3].split("x")[axis]) > 1 for case in FAST) for axis in range(4))
 
 
-@pytest.mark.slow
+@pytest.mark.product
 @pytest.mark.parametrize("case", product(FACTORS), ids=lambda case: "-".join(case.values()))
 def test_whole_product(case: dict[str, str], record_property: Callable[[str, object], None]) -> None:
     """With a leading dense block and a shared expert beside the experts; under AdamW from the seed."""
@@ -180,7 +180,7 @@ def test_whole_product(case: dict[str, str], record_property: Callable[[str, obj
     record_property(f"cases of training on eight devices ({' × '.join(FACTORS)})", 1)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_near_tie_of_experts_is_seen() -> None:
     """What a failure would report: with two equal columns of the router no choice is clear."""
     config = config_of("mhc", "moe", "adamw")

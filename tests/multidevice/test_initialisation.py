@@ -49,7 +49,7 @@ def made_whole(made: Trainer, program: jax.stages.Compiled) -> list[str]:
     ]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_initial_state_is_made_in_its_shards_and_the_same_bits() -> None:
     made = trainer(config_of(mesh=MESH), 8)
     program = initialiser(made)
@@ -65,7 +65,7 @@ def test_the_initial_state_is_made_in_its_shards_and_the_same_bits() -> None:
     assert_identical(state, initialiser(trainer(config_of()))(jax.random.key(0)))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_state_made_whole_would_be_seen() -> None:
     made = Trainer(config_of(mesh=MESH), trainer(config_of(mesh=MESH), 8).mesh)
     made._jit_init = jax.jit(made._init, out_shardings=NamedSharding(made.mesh, PartitionSpec()))

@@ -138,7 +138,7 @@ EXTREME = ("uniform", "equal", "one high")
 
 @pytest.fixture(
     scope="module",
-    params=[("paper", 0.0), pytest.param(("deepseek", 1e-6), marks=pytest.mark.slow), ("deepseek", 0.0)],
+    params=[("paper", 0.0), pytest.param(("deepseek", 1e-6), marks=pytest.mark.product), ("deepseek", 0.0)],
     ids=str,
 )
 def sinkhorns(request: pytest.FixtureRequest) -> Any:

@@ -41,7 +41,7 @@ def forgetful() -> Iterator[None]:
             del sys.modules[name]
 
 
-@pytest.mark.parametrize("page", [pytest.param("docs/residual_library.md", marks=pytest.mark.slow), "README.md"])
+@pytest.mark.parametrize("page", [pytest.param("docs/residual_library.md", marks=pytest.mark.long), "README.md"])
 def test_the_code_of_a_page_runs(page: str) -> None:
     names: dict[str, Any] = {}
     for block in blocks(page):
@@ -67,7 +67,7 @@ losses = [(loss, optimizer.update(model, grads))[0] for _ in range(20) for loss,
     assert names["losses"][-1] < 0.7 * names["losses"][0]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_page_on_adding_a_topology_is_true(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, forgetful: None
 ) -> None:
@@ -98,9 +98,9 @@ def test_the_page_on_adding_a_topology_is_true(
             "mlp_classifier",
             ["--steps", "60", "--depth", "2"],
             r"mhc: (9\d|100)\.\d % of unseen points right",
-            marks=pytest.mark.slow,
+            marks=pytest.mark.long,
         ),
-        pytest.param("attention_block", ["--steps", "60"], r"step   59  loss 0\.[0-4]", marks=pytest.mark.slow),
+        pytest.param("attention_block", ["--steps", "60"], r"step   59  loss 0\.[0-4]", marks=pytest.mark.long),
     ],
 )
 def test_an_example_learns(program: str, arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,4 @@
-"""Sizing for a TPU that is not there: command line, collectives of a program and, marked slow, a real compile."""
+"""Sizing for a TPU that is not there: command line, collectives of a program and, marked `process`, a real compile."""
 
 from __future__ import annotations
 
@@ -18,13 +18,14 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from mhc.chips import GIB
 from mhc.config import Config, MeshConfig
 from mhc.errors import UserError
 from mhc.sharding import make_mesh
 from mhc.train.step import Trainer
 from tests.small import small
 from tpu import compile_ahead, hlo, slices, table, xla_process
-from tpu.slices import GIB, Slice
+from tpu.slices import Slice
 
 
 def test_collectives_of_a_loop_count_as_often_as_it_runs():
@@ -291,7 +292,7 @@ def test_the_lock_of_libtpu_is_no_missing_slice(monkeypatch: pytest.MonkeyPatch)
     assert "sudo" not in str(raised.value) and "libtpu has no" not in str(raised.value)
 
 
-@pytest.mark.slow
+@pytest.mark.process
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs libtpu: pip install -e '.[tpu]'")
 def test_two_steps_compile_at_once() -> None:
     command = [sys.executable, "-m", "tpu.compile_ahead", "--config", "configs/dense_10m.py", "--topology", "v5e:2x2"]
@@ -307,7 +308,7 @@ def test_two_steps_compile_at_once() -> None:
     assert ends == [(b"", 0)] * 2
 
 
-@pytest.mark.slow
+@pytest.mark.process
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs libtpu: pip install -e '.[tpu]'")
 def test_a_step_compiles_for_a_slice(tmp_path):
     """Its plan already has the memory and the collectives of the whole compilation."""

@@ -33,7 +33,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "run"
 
 
-@pytest.mark.slow
+@pytest.mark.product
 @pytest.mark.parametrize("harm", HARMS)
 def test_damage_is_a_line_that_says_how_to_go_on(harm: str, made: Path, tmp_path: Path) -> None:
     files = sorted(path.relative_to(made) for path in (made / "checkpoints" / "12").rglob("*") if path.is_file())

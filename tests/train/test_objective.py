@@ -20,7 +20,7 @@ def gradients(config: Config, params: Any, batch: dict[str, Any]) -> tuple[Any, 
     return run(params, batch)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_z_loss_is_part_of_the_objective_and_not_of_the_loss():
     """Its gradient is that of the mean of log_z^2, and the loss that is reported stays cross-entropy."""
     batch, coefficient = packed(8, padding=True), 0.1

@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 
-from mhc.data import orders
+from mhc.data.rows import encoding
 from mhc.data.tokenizers import load
+from mhc.files import read_json, read_jsonl
 from mhc.monitor.phases import STALLED
-from mhc.monitor.writers import read_json, read_jsonl
 from mhc.train import run as runs
 from mhc.train.record import Record
 from tests.small_runs import assert_equal_runs, config, run, tiny
@@ -136,7 +136,7 @@ def test_a_run_of_an_older_version_goes_on(corpus, reference, tmp_path):
 def test_a_source_that_stalls_is_reported_in_time_and_accounted_for(corpus, reference, tmp_path, monkeypatch, capfd):
     """A document whose text comes late. Batches that a thread has ready would make the wait shorter: there are none."""
     made = config(corpus, "plain", watchdog={"seconds": 0.5}, data={"prefetch": 0})
-    source = type(orders.open_corpus(made.data, load("bytes"), "train"))
+    source = type(encoding.open_corpus(made.data, load("bytes"), "train"))
     read, write, folder = source.__getitem__, Record.step, tmp_path / "run"
     armed, began, took = [False], [0.0], [0.0]
 
@@ -172,7 +172,7 @@ def test_a_source_that_stalls_is_reported_in_time_and_accounted_for(corpus, refe
     assert [r["loss"] for r in metrics] == [r["loss"] for r in read_jsonl(reference / "metrics.jsonl")]
 
 
-@pytest.mark.slow
+@pytest.mark.process
 def test_a_run_that_hangs_is_ended_where_that_is_wanted(corpus, reference, tmp_path):
     """In a process of its own, whose validation never ends; the same command goes on from the last checkpoint."""
     fields = tiny(corpus, "plain", watchdog={"seconds": 1.0, "compile_seconds": 60.0, "abort": True})

@@ -21,14 +21,14 @@ from typing import Any
 import pytest
 
 import train
-from eval import runs as reading
-from eval.compare import compare
 from mhc import cli, remote
 from mhc.config import Config
 from mhc.errors import UserError
+from mhc.eval.compare import runs as reading
+from mhc.eval.compare.__main__ import compare
+from mhc.files import read_json
 from mhc.interop.export import card, export
 from mhc.monitor.probes import compile_probe
-from mhc.monitor.writers import read_json
 from mhc.train import start
 from mhc.train.checkpoint import Checkpoints, committed_steps, find_checkpoint, load_run
 from mhc.train.record import Record
@@ -165,7 +165,7 @@ def killed_at(step: int, store: ObjectStore, made: Any, folder: str, monkeypatch
     shutil.rmtree(Path(tempfile.gettempdir()) / f"mhc-{os.getuid()}")
 
 
-@pytest.mark.parametrize("steps", [(10,), pytest.param((3, 6, 12), marks=pytest.mark.slow)])
+@pytest.mark.parametrize("steps", [(10,), pytest.param((3, 6, 12), marks=pytest.mark.process)])
 def test_a_killed_run_is_resumed_on_another_machine_and_equals_the_undisturbed_one(
     store, corpus, reference, monkeypatch, steps
 ):

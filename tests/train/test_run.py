@@ -19,8 +19,8 @@ from mhc.config import Config
 from mhc.data import pipeline
 from mhc.data.tokenizers import load
 from mhc.errors import UserError
+from mhc.files import read_json, read_jsonl
 from mhc.monitor import probes
-from mhc.monitor.writers import read_json, read_jsonl
 from mhc.remote import lock
 from mhc.sharding import make_mesh, put_batch
 from mhc.train import run as runs
@@ -129,7 +129,7 @@ def test_the_restored_model_has_the_saved_loss(reference):
 # Interrupted runs -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("step", [pytest.param(1, marks=pytest.mark.slow), 12])
+@pytest.mark.parametrize("step", [pytest.param(1, marks=pytest.mark.product), 12])
 def test_a_crashed_run_continues_bit_for_bit(step, corpus, reference, tmp_path):
     """Before the first checkpoint and at the last step; between them: the next test."""
     interrupted(config(corpus), tmp_path / "run", step)
@@ -169,7 +169,11 @@ def test_a_signal_stops_after_the_step_in_hand_and_saves(number, corpus, referen
 
 @pytest.mark.parametrize(
     "moment",
-    ["validation", "asynchronous save", *(pytest.param(one, marks=pytest.mark.slow) for one in ("probe", "last save"))],
+    [
+        "validation",
+        "asynchronous save",
+        *(pytest.param(one, marks=pytest.mark.product) for one in ("probe", "last save")),
+    ],
 )
 def test_a_signal_at_any_moment_loses_nothing(moment, corpus, reference, tmp_path, monkeypatch):
     """While the run validates or probes, and while a checkpoint is being written behind it."""
@@ -278,7 +282,7 @@ def test_a_finished_run_is_left_alone(steps, corpus, finished, capsys):
     assert "finished already" in capsys.readouterr().err
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_more_steps_go_on_from_the_end(corpus, reference, tmp_path):
     """At a constant rate a run of 8 steps, lengthened to 12, ends where a run of 12 does."""
     folder = tmp_path / "run"

@@ -12,9 +12,9 @@ import jax
 import numpy as np
 import pytest
 
-from eval import replay
 from mhc.config import from_config_dict, resolve
 from mhc.errors import UserError
+from mhc.eval import replay
 from mhc.train import run as runs
 from mhc.train import start
 from mhc.train.checkpoint import committed_steps, host_of, load_run
@@ -62,12 +62,12 @@ def opened(made: Any, folder: Path) -> runs.Run:
 
 
 UPCYCLED = [
-    pytest.param("mhc", {"init": "equivalent", "iters": 1, "n": 2}, marks=pytest.mark.slow),
-    pytest.param("hc", {"collapse": "mean"}, marks=pytest.mark.slow),
-    pytest.param("kromhc", {"init": "equivalent"}, marks=pytest.mark.slow),
-    pytest.param("mhc_lite", {"init": "equivalent", "n": 2}, marks=pytest.mark.slow),
-    pytest.param("identity", {"init": "equivalent"}, marks=pytest.mark.slow),
-    pytest.param("mhc", {"init": "equivalent", "sinkhorn": "deepseek"}, marks=pytest.mark.slow),
+    pytest.param("mhc", {"init": "equivalent", "iters": 1, "n": 2}, marks=pytest.mark.product),
+    pytest.param("hc", {"collapse": "mean"}, marks=pytest.mark.product),
+    pytest.param("kromhc", {"init": "equivalent"}, marks=pytest.mark.product),
+    pytest.param("mhc_lite", {"init": "equivalent", "n": 2}, marks=pytest.mark.product),
+    pytest.param("identity", {"init": "equivalent"}, marks=pytest.mark.product),
+    pytest.param("mhc", {"init": "equivalent", "sinkhorn": "deepseek"}, marks=pytest.mark.product),
 ]
 
 
@@ -93,7 +93,7 @@ def test_an_upcycled_model_begins_with_the_source_s_logits_and_trains(
     assert abs(losses[0] - lines(plain, "metrics")[2]["loss"]) < 0.2
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_its_first_step_is_replayed_bit_for_bit(corpus: str, plain: Path, tmp_path: Path) -> None:
     made = config(corpus, "hc", residual={"collapse": "mean"}, train={"init_from": str(plain)}, checkpoint={"every": 0})
     assert small_runs.run(made, tmp_path / "x") == 0
@@ -186,10 +186,10 @@ def test_the_optimiser_alone_is_no_source() -> None:
 # Longer contexts and branches -----------------------------------------------------------------------------------------
 
 LONGER = [
-    pytest.param({"scaling": "yarn", "factor": 4.0, "original_length": 16}, False, marks=pytest.mark.slow),
+    pytest.param({"scaling": "yarn", "factor": 4.0, "original_length": 16}, False, marks=pytest.mark.product),
     ({"scaling": "ntk", "factor": 4.0}, True),
-    pytest.param({"scaling": "linear", "factor": 4.0}, False, marks=pytest.mark.slow),
-    pytest.param({"scaling": "none", "theta": 160_000.0}, True, marks=pytest.mark.slow),
+    pytest.param({"scaling": "linear", "factor": 4.0}, False, marks=pytest.mark.product),
+    pytest.param({"scaling": "none", "theta": 160_000.0}, True, marks=pytest.mark.product),
 ]
 
 
@@ -296,7 +296,7 @@ def test_a_branch_begins_as_the_stable_run_went_on_but_for_the_rate(corpus: str,
     np.testing.assert_allclose([row["lr"] for row in branch], [trunk[0]["lr"] / 2, 0.0], atol=1e-9)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_under_the_same_schedule_a_branch_is_the_stable_run(corpus: str, stable: Path, tmp_path: Path) -> None:
     made = config(corpus, "plain", **STABLE, train=BRANCH)
     assert small_runs.run(with_source(made, stable), tmp_path / "x") == 0
@@ -346,7 +346,7 @@ def test_without_its_place_a_branch_reads_the_data_from_the_start(corpus: str, s
     assert place(with_source(config(corpus, "plain", **STABLE, train={**BRANCH, "init_data": False}), stable)) == first
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_branch_that_is_stopped_goes_on_and_needs_its_source_no_more(
     corpus: str, stable: Path, tmp_path: Path
 ) -> None:

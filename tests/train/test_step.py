@@ -103,7 +103,7 @@ def test_the_loss_is_the_mean_over_valid_targets():
 # Training on meshes of eight equals training on one: tests/multidevice.
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_parameters_and_moments_lie_in_their_shards():
     made = trainer(with_fields(small("mhc"), mesh={"fsdp": 2, "tensor": 2}), 8)
     state = start(made)
@@ -125,7 +125,9 @@ def leaves(tree: Any) -> dict[str, Any]:
 # One program ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", [pytest.param(kind, marks=pytest.mark.slow if kind == "hc" else ()) for kind in KINDS])
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=pytest.mark.product if kind == "hc" else ()) for kind in KINDS]
+)
 def test_a_step_is_compiled_once(kind):
     """A state made by `init` and one made by `step` have the same types, weak ones included."""
     made = trainer(small(kind))
@@ -198,7 +200,7 @@ def scaled_norm(state: Any, scale: float) -> Any:
 
 @pytest.mark.parametrize(
     "fault",
-    [pytest.param(nan_weight, marks=pytest.mark.slow), infinite_logit, infinite_gradient],
+    [pytest.param(nan_weight, marks=pytest.mark.product), infinite_logit, infinite_gradient],
     ids=lambda fault: fault.__name__,
 )
 def test_a_step_that_is_not_finite_changes_no_parameter_and_no_moment(fault):
