@@ -177,7 +177,7 @@ def _git(root: Path, *arguments: str) -> bytes | None:
 
 def append(file: Path, config: Config, entry: Mapping[str, Any]) -> None:
     """Add a start to a run's file, which is made when missing. Raises UserError where it holds something else."""
-    from mhc.monitor.writers import read_json, write_json  # numpy with it: not before a user's mistakes are told
+    from mhc.files import read_json, write_json  # numpy with it: not before a user's mistakes are told
 
     starts = list(_starts(_checked(read_json(file), file), file)) if file.is_file() else []
     write_json(file, {"format": FORMAT, "config": configs.to_dict(config), "starts": [*starts, entry]})

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 
 from mhc.config import Config, from_config_dict, from_json, resolve
-from mhc.monitor.writers import read_jsonl
+from mhc.files import read_jsonl
 from mhc.remote import Folder
 from mhc.sharding import make_mesh
 from mhc.train import run as runs

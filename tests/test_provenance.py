@@ -16,7 +16,7 @@ import pytest
 from mhc import provenance
 from mhc.config import from_json
 from mhc.errors import UserError
-from mhc.monitor.writers import read_json, write_json
+from mhc.files import read_json, write_json
 from mhc.remote import lock
 from mhc.sharding import make_mesh
 from mhc.train import run as runs

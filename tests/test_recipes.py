@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from mhc import cli
+from mhc.files import read_jsonl
 from mhc.grid import plan
-from mhc.monitor.writers import read_jsonl
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "recipes.md").read_text("utf-8")

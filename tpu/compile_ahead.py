@@ -19,10 +19,11 @@ from typing import Any, NamedTuple
 
 from mhc import cli
 from mhc import config as configs
+from mhc.chips import GIB, TPUS
 from mhc.config import Config, MeshConfig
 from mhc.errors import UserError, did_you_mean
 from tpu import hlo, xla_process
-from tpu.slices import CHIPS, GIB, Slice, parse_slice
+from tpu.slices import Slice, parse_slice
 
 # For the search's first guess of how many rows a device can work on at once; what XLA plans decides. Bytes of a block's
 # temporaries for each token and unit of width, and for each stream of it besides: as XLA planned the paper's models.
@@ -155,7 +156,7 @@ def placed(config: Config, mesh: MeshConfig, slice_: Slice) -> Config:
     filled = {axis: slice_.chips // fixed if sizes[axis] == -1 else sizes[axis] for axis in _AXES}
     rows, shards = config.train.batch_size // config.train.accumulation, slice_.chips // filled["tensor"]
     if rows % shards:
-        listed = CHIPS[slice_.chip].slices
+        listed = TPUS[slice_.chip].slices
         others = "" if slice_.shape in listed else f"; listed slices of {slice_.chip}: {', '.join(listed)}"
         raise UserError(
             f"--topology {slice_}: the rows of a micro-batch, train.batch_size / train.accumulation = {rows}, are split"
@@ -216,7 +217,7 @@ def _accumulating(config: Config, count: int) -> Config:
 def smallest(config: Config, chip: str) -> list[dict[str, Any]]:
     """Plans of slices and meshes in the order tried; the last one fits, if any does."""
     tried = []
-    for shape in CHIPS[chip].slices:
+    for shape in TPUS[chip].slices:
         slice_ = Slice(chip, shape)
         for candidate in candidates(config, slice_):
             tried.append(report(candidate, slice_, plan_only=True))
@@ -260,7 +261,7 @@ def main(arguments: Sequence[str]) -> int:
     parser = cli.Parser(prog="tpu.compile_ahead", description="Compile a training step for a TPU slice, without one.")
     parser.add_argument("--config", required=True, metavar="FILE", help="config file, e.g. configs/paper_27b.py")
     where = parser.add_mutually_exclusive_group(required=True)
-    where.add_argument("--topology", metavar="CHIP:SHAPE", help=f"slice, e.g. v5p:4x4x8; chips: {', '.join(CHIPS)}")
+    where.add_argument("--topology", metavar="CHIP:SHAPE", help=f"slice, e.g. v5p:4x4x8; chips: {', '.join(TPUS)}")
     where.add_argument(
         "--smallest",
         metavar="CHIP",
@@ -273,9 +274,9 @@ def main(arguments: Sequence[str]) -> int:
     )
     parser.add_argument("--json", metavar="FILE", help="write the report there")
     options, overrides = parser.parse_known_args(arguments)
-    if options.smallest and options.smallest not in CHIPS:
+    if options.smallest and options.smallest not in TPUS:
         given = options.smallest
-        raise UserError(f"--smallest: {given!r}, allowed: {', '.join(CHIPS)}{did_you_mean(given, CHIPS)}")
+        raise UserError(f"--smallest: {given!r}, allowed: {', '.join(TPUS)}{did_you_mean(given, TPUS)}")
     slice_ = parse_slice(options.topology) if options.topology else None
     if options.json:
         cli.check_file(options.json, "--json")

@@ -6,25 +6,8 @@ import math
 import os
 from typing import Any, NamedTuple
 
+from mhc.chips import TPUS
 from mhc.errors import UserError, did_you_mean
-
-GIB = 2**30
-
-
-class Chip(NamedTuple):
-    """A generation of TPU."""
-
-    prefix: str  # what libtpu calls it
-    hbm: int  # bytes of a chip
-    slices: tuple[str, ...]  # common ones, smallest first
-
-
-CHIPS = {
-    "v4": Chip("v4", 32 * GIB, ("2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x4", "4x4x8", "4x8x8", "8x8x8")),
-    "v5e": Chip("v5e", 16 * GIB, ("2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")),
-    "v5p": Chip("v5", 95 * GIB, ("2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x4", "4x4x8", "4x8x8", "8x8x8")),
-    "v6e": Chip("v6e", 32 * GIB, ("2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")),
-}
 
 
 class Slice(NamedTuple):
@@ -41,7 +24,7 @@ class Slice(NamedTuple):
     @property
     def hbm(self) -> int:
         """Bytes of one of them."""
-        return CHIPS[self.chip].hbm
+        return TPUS[self.chip].hbm
 
     def __str__(self) -> str:
         return f"{self.chip}:{self.shape}"
@@ -50,12 +33,12 @@ class Slice(NamedTuple):
 def parse_slice(text: str) -> Slice:
     """``v5p:4x4x8``. Raises UserError for another generation or shape."""
     chip, _, shape = text.partition(":")
-    if chip not in CHIPS:
-        raise UserError(f"--topology: {text!r}, allowed: {', '.join(CHIPS)} and a shape{did_you_mean(chip, CHIPS)}")
+    if chip not in TPUS:
+        raise UserError(f"--topology: {text!r}, allowed: {', '.join(TPUS)} and a shape{did_you_mean(chip, TPUS)}")
     sides = shape.split("x")
-    dimensions = CHIPS[chip].slices[0].count("x") + 1
+    dimensions = TPUS[chip].slices[0].count("x") + 1
     if len(sides) != dimensions or not all(side.isdigit() and int(side) > 0 for side in sides):
-        example = f"{chip}:{CHIPS[chip].slices[-3]}"
+        example = f"{chip}:{TPUS[chip].slices[-3]}"
         raise UserError(f"--topology: {text!r}, allowed: {dimensions} sides, such as {example}")
     return Slice(chip, shape)
 
@@ -72,7 +55,7 @@ def devices_of(slice_: Slice) -> list[Any]:
     from jax.experimental import topologies
 
     jax.config.update("jax_platforms", "cpu")  # nothing runs: arrays of this process, if any, live on the host
-    name = f"{CHIPS[slice_.chip].prefix}:{slice_.shape}"
+    name = f"{TPUS[slice_.chip].libtpu}:{slice_.shape}"
     try:
         options = {"chips_per_host_bounds": [1, 1, 1]} if slice_.chips == 1 else {}
         topology = topologies.get_topology_desc(platform="tpu", topology_name=name, **options)

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from mhc import cli
+from mhc.chips import GIB
 from mhc.errors import UserError
 from tpu.hlo import KINDS
-from tpu.slices import GIB
 
 COLUMNS = (
     "report",

@@ -261,7 +261,7 @@ def main(arguments: Sequence[str]) -> int:
     for name, of in said.items():
         print("\n".join([*([f"set {name}:"] if name else []), *report(of, config)]))
     if options.json:
-        from mhc.monitor.writers import write_json
+        from mhc.files import write_json
 
         found = said.get("", {"sets": said})
         write_json(options.json, {"split": options.split, "sequence_length": config.data.sequence_length, **found})

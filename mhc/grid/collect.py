@@ -12,7 +12,7 @@ from mhc import full_disk
 from mhc.grid import folder as folders
 from mhc.grid.folder import STATES
 from mhc.grid.plan import Plan
-from mhc.monitor.writers import duration
+from mhc.monitor.progress import duration
 
 
 def collect(plan: Plan, workdir: Path, out: Path) -> Counter[str]:

@@ -9,6 +9,7 @@ import math
 from typing import Any
 
 from mhc import config as configs
+from mhc.chips import PEAK_FLOPS
 from mhc.config import Config, MeshConfig, ScheduleConfig
 from mhc.errors import UserError, did_you_mean
 from mhc.grid.plan import Plan
@@ -65,8 +66,6 @@ class Speed:
 
 def speed(tokens_per_second: float | None, chip: str, mfu: float) -> Speed:
     """The Speed of the command line's options. Raises UserError for an unknown chip or a value out of range."""
-    from mhc.train.run import PEAK_FLOPS
-
     if chip not in PEAK_FLOPS:
         known = ", ".join(PEAK_FLOPS)
         raise UserError(f"--chip: given {chip!r}, allowed: one of {known}{did_you_mean(chip, PEAK_FLOPS)}")

@@ -24,7 +24,7 @@ from typing import Any
 
 from mhc import full_disk
 from mhc.errors import UserError
-from mhc.monitor.writers import read_json, write_json
+from mhc.files import read_json, write_json
 
 log = logging.getLogger(__name__)
 

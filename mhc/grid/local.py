@@ -17,7 +17,7 @@ from mhc.grid import folder as folders
 from mhc.grid.devices import Slot
 from mhc.grid.folder import Attempt, Claim
 from mhc.grid.plan import PROJECT
-from mhc.monitor.writers import duration
+from mhc.monitor.progress import duration
 
 Command = Callable[[Path, str], Sequence[str]]
 Say = Callable[[str], None]

@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from mhc.errors import UserError
+from mhc.files import read_json, write_json
 from mhc.grid import folder as folders
 from mhc.grid.folder import Attempt, Claim
 from mhc.grid.local import Command, Say, environment, train_command
-from mhc.monitor.writers import read_json, write_json
 
 JOB = ".job.json"
 LOGS = ".slurm"

@@ -29,8 +29,8 @@ from mhc import cli, kinds, remote
 from mhc import config as configs
 from mhc.config import Config
 from mhc.errors import UserError
+from mhc.files import read_json, read_jsonl, write_json
 from mhc.interop.folder import GENERATION
-from mhc.monitor.writers import read_json, read_jsonl, write_json
 
 if TYPE_CHECKING:
     from mhc.data.tokenizers import Tokenizer

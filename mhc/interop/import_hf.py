@@ -53,9 +53,9 @@ def import_hf(folder: str | Path, workdir: str | Path, overrides: Mapping[str, A
     from jax.sharding import Mesh
 
     from mhc.data import tokenizers
+    from mhc.files import write_json
     from mhc.interop import families, hf
     from mhc.interop.folder import GENERATION, HfFolder, read_object, written_whole
-    from mhc.monitor.writers import write_json
     from mhc.sharding import make_mesh
     from mhc.train.checkpoint import save_weights
 

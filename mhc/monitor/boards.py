@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from mhc.errors import UserError
-from mhc.monitor.writers import Record
+from mhc.files import Record
 
 log = logging.getLogger(__name__)
 

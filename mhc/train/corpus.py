@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator, Mapping
 
 from mhc import remote
-from mhc.monitor.writers import write_json
+from mhc.files import write_json
 from mhc.remote import Folder, Home
 
 FILE = "corpus.json"

@@ -15,17 +15,12 @@ import numpy as np
 
 from mhc import config as configs
 from mhc.config import Config
+from mhc.files import JsonlWriter, read_jsonl, repair
 from mhc.monitor import guard
 from mhc.monitor.boards import TensorBoardWriter, WandbWriter
 from mhc.monitor.detectors import RollingZScore, judged_score
-from mhc.monitor.writers import (
-    JsonlWriter,
-    NoWriter,
-    Progress,
-    Writer,
-    read_jsonl,
-    repair,
-)
+from mhc.monitor.progress import Progress
+from mhc.monitor.writers import NoWriter, Writer
 
 HISTORY = 32  # steps that an event carries
 BEFORE = 8  # a gradient norm flagged so many steps before the loss counts as having come first

@@ -16,20 +16,21 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from mhc import chips, distributed, provenance, remote, stdio
 from mhc import config as configs
-from mhc import distributed, provenance, remote, stdio
 from mhc.config import Config, shares
 from mhc.data import fidelity, pipeline, tokenizers
 from mhc.data.places import may_match
 from mhc.data.prepared import manifest_hash
 from mhc.data.tokenizers import Tokenizer
 from mhc.errors import UserError
+from mhc.files import append_jsonl, read_json, write_json
 from mhc.model.decoder import DecoderDefinition
 from mhc.model.flops import count_parameters, flops_per_token, leaf_sizes
 from mhc.monitor import probes, train_log
 from mhc.monitor.boards import WandbWriter
 from mhc.monitor.phases import STALLED, Phases, Stall, Watchdog, device_memory, dump_stacks
-from mhc.monitor.writers import Progress, append_jsonl, duration, read_json, write_json
+from mhc.monitor.progress import Progress, duration
 from mhc.sharding import check_batch, local_rows, make_mesh, path_of, put_batch, threads_of_one_cpu
 from mhc.train import corpus, start
 from mhc.train.checkpoint import Checkpoints, committed_steps
@@ -38,18 +39,6 @@ from mhc.train.record import Alarm, Record, batch_hash, wall_seconds
 from mhc.train.step import Faults, Trainer, TrainState, sublayer_name
 
 T = TypeVar("T")
-
-# Peak dense bfloat16 FLOP/s of one chip, by the start of jax's device_kind: the denominator of mfu.
-PEAK_FLOPS = {
-    "TPU v4": 275e12,
-    "TPU v5 lite": 197e12,
-    "TPU v5p": 459e12,
-    "TPU v5": 459e12,
-    "TPU v6 lite": 918e12,
-    "NVIDIA A100": 312e12,
-    "NVIDIA H100": 989e12,
-    "NVIDIA H200": 989e12,
-}
 
 
 def dry_run(config: Config, *, shardings: bool = False) -> dict[str, Any]:
@@ -478,8 +467,7 @@ class Run:
 
     def _mfu(self, tokens_per_second: float) -> float | None:
         """Model FLOP utilisation: ``flops_per_token`` (it says what counts) over the chips' bfloat16 peak."""
-        kind = self.mesh.devices.flat[0].device_kind
-        peak = next((peak for name, peak in PEAK_FLOPS.items() if kind.startswith(name)), None)
+        peak = chips.peak_flops(self.mesh.devices.flat[0].device_kind)
         return None if peak is None else tokens_per_second * self.flops_per_token / (peak * self.mesh.size)
 
     def _validate(self) -> dict[str, float | None]:

@@ -16,13 +16,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eval import compare, perplexity
 from mhc import cli
 from mhc.config import DataConfig
 from mhc.data import fidelity, inspect, orders, prepare, tokenizers
 from mhc.data.pipeline import train_iterator, validation_batches
 from mhc.errors import UserError
-from mhc.monitor.writers import read_json, read_jsonl
+from mhc.eval.compare import __main__ as compare
+from mhc.eval.perplexity import __main__ as perplexity
+from mhc.files import read_json, read_jsonl
 from tests.small_runs import config, run
 
 HERE = Path(__file__).parent / "tokenizers"

@@ -13,7 +13,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eval import perplexity
 from mhc import config as configs
 from mhc.config import DataConfig
 from mhc.data import pipeline, prepare, tokenizers
@@ -21,7 +20,8 @@ from mhc.data import spread as spreads
 from mhc.data.packing import Document, empty_batch, fill_row
 from mhc.data.spread import Rows
 from mhc.errors import UserError
-from mhc.monitor.writers import read_json
+from mhc.eval.perplexity import __main__ as perplexity
+from mhc.files import read_json
 from tests.small_runs import config, lines, run
 
 BYTES = tokenizers.load("bytes")

@@ -17,7 +17,7 @@ import numpy as np
 
 from mhc import config as configs
 from mhc.config import Config
-from mhc.monitor.writers import JsonlWriter, write_json
+from mhc.files import JsonlWriter, write_json
 
 GAINS = [
     f"gain/{direction}_{span}_{statistic}"

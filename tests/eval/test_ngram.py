@@ -15,9 +15,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eval.ngram import START, baselines, bits_per_byte, count
 from mhc.config import DataConfig
 from mhc.errors import UserError
+from mhc.eval.compare.ngram import START, baselines, bits_per_byte, count
 
 documents = st.lists(st.binary(max_size=30) | st.text("ab ", max_size=30).map(str.encode), max_size=5)
 

@@ -10,14 +10,14 @@ from typing import Any
 import jax
 import pytest
 
-from eval import compare
-from eval.provenance import unlike
-from eval.runs import Arm
 from mhc import config as configs
 from mhc import provenance
 from mhc.config import from_config_dict
+from mhc.eval.compare import __main__ as compare
+from mhc.eval.compare.differences import unlike
+from mhc.eval.compare.runs import Arm
+from mhc.files import write_json
 from mhc.grid import plan
-from mhc.monitor.writers import write_json
 from mhc.sharding import make_mesh
 from tests.eval.synthetic_runs import config as synthetic
 from tests.eval.synthetic_runs import write_run

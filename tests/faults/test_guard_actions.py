@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from mhc.config import Config, from_config_dict
-from mhc.monitor.writers import read_jsonl
+from mhc.files import read_jsonl
 from mhc.train.checkpoint import load_run
 from mhc.train.record import batch_hash
 from mhc.train.run import Run

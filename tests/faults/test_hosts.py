@@ -20,7 +20,7 @@ import pytest
 
 from mhc.config import from_config_dict
 from mhc.distributed import LOST
-from mhc.monitor.writers import read_json, read_jsonl
+from mhc.files import read_json, read_jsonl
 from mhc.train import run as runs
 from mhc.train.checkpoint import committed_steps
 from tests.faults.faulty_host import NOT_FINITE

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from mhc.config import from_config_dict
-from mhc.monitor.writers import read_json, read_jsonl
+from mhc.files import read_json, read_jsonl
 from mhc.train.checkpoint import committed_steps
 from tests.small_runs import assert_equal_runs, run, tiny, write_corpus
 

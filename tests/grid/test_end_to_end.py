@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from mhc.monitor.writers import read_jsonl
+from mhc.files import read_jsonl
 from mhc.train.record import CLOCK
 
 ROOT = Path(__file__).parents[2]

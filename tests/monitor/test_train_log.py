@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mhc.errors import UserError
+from mhc.monitor.progress import Progress
 from mhc.monitor.train_log import TrainLog
-from mhc.monitor.writers import Progress
 
 
 def made(folder: Path) -> TrainLog:

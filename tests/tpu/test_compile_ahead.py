@@ -18,13 +18,14 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from mhc.chips import GIB
 from mhc.config import Config, MeshConfig
 from mhc.errors import UserError
 from mhc.sharding import make_mesh
 from mhc.train.step import Trainer
 from tests.small import small
 from tpu import compile_ahead, hlo, slices, table, xla_process
-from tpu.slices import GIB, Slice
+from tpu.slices import Slice
 
 
 def test_collectives_of_a_loop_count_as_often_as_it_runs():

@@ -23,9 +23,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from mhc.chips import TPUS
 from mhc.grid import gke
 from mhc.grid.plan import Plan
-from tpu.slices import CHIPS
 
 yaml = pytest.importorskip("yaml")  # comes with flax
 
@@ -470,7 +470,7 @@ def test_help_names_every_option(script: str, still: World) -> None:
 
 
 def test_shapes_are_those_of_compile_ahead(still: World) -> None:
-    for chip, known in CHIPS.items():
+    for chip, known in TPUS.items():
         for shape in known.slices[::3]:
             (line,) = still.dry("create.sh", *SLICE, f"--topology={chip}:{shape}")
             chips = math.prod(int(side) for side in shape.split("x"))

@@ -16,8 +16,8 @@ import pytest
 
 from mhc.data import orders
 from mhc.data.tokenizers import load
+from mhc.files import read_json, read_jsonl
 from mhc.monitor.phases import STALLED
-from mhc.monitor.writers import read_json, read_jsonl
 from mhc.train import run as runs
 from mhc.train.record import Record
 from tests.small_runs import assert_equal_runs, config, run, tiny

@@ -19,8 +19,8 @@ from mhc.config import Config
 from mhc.data import pipeline
 from mhc.data.tokenizers import load
 from mhc.errors import UserError
+from mhc.files import read_json, read_jsonl
 from mhc.monitor import probes
-from mhc.monitor.writers import read_json, read_jsonl
 from mhc.remote import lock
 from mhc.sharding import make_mesh, put_batch
 from mhc.train import run as runs

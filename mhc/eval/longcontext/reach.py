@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from eval import checkpoints
-from eval.needles import Haystack
 from mhc.config import Config, PositionsConfig
+from mhc.eval.common import checkpoints
+from mhc.eval.longcontext.needles import Haystack
 
 SCALINGS = ("none", "linear", "ntk", "dynamic", "yarn", "llama3")
 _OF_ONE_SCALING = ("attention_factor", "beta_fast", "beta_slow", "low_frequency", "high_frequency")  # of positions
@@ -153,8 +153,8 @@ def position_losses(
     Under dynamic scaling the frequencies of a row depend on its length: positions between two doublings of the
     unscaled length are taken from rows cut at the second.
     """
-    from eval.scoring import Scorer
     from mhc.data.packing import empty_batch
+    from mhc.eval.common.scoring import Scorer
 
     config, documents = checkpoint.config, len(ids)
     ids = ids.reshape(-1, ids.shape[-1])
@@ -195,7 +195,7 @@ def buckets(nll: np.ndarray, edges: Sequence[int], first: np.ndarray | None = No
     Args:
       nll: [D, L]. least: tokens of context below which a target does not count (attention.prefix).
     """
-    from eval.scoring import mean_interval
+    from mhc.eval.common.scoring import mean_interval
 
     found = []
     for start, end in itertools.pairwise(edges):
@@ -249,7 +249,7 @@ class Clock:
         """
         import jax
 
-        from eval.generate import CHUNK, chunks, power_of_two
+        from mhc.eval.generate.__main__ import CHUNK, chunks, power_of_two
 
         prompt, firsts, steps, size = len(ids) - new, [], [], 0
         for repeat in range(repeats + 1):

@@ -21,7 +21,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from PIL import Image
 
-from eval.runs import Floats
+from mhc.eval.compare.runs import Floats
 
 INK, GRID, PLAIN = "#333333", "#e3e3e3", "#4d4d4d"
 NARROW, WIDE = 5.3, 10.8  # inches; a page shows an inch as 100 CSS pixels

@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from mhc import kinds, provenance, remote
 from mhc.config import MACHINE, load_kinds
 from mhc.errors import UserError
+from mhc.files import read_json, read_jsonl
 from mhc.monitor.detectors import judged_score
-from mhc.monitor.writers import read_json, read_jsonl
 from mhc.remote import Folder
 
 Floats = NDArray[np.float64]

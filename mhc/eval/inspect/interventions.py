@@ -14,12 +14,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from eval import perplexity
-from eval.checkpoints import Checkpoint
-from eval.scoring import FIELDS, resampled, token_scores
 from mhc.config import Config
 from mhc.data.sources import Split
 from mhc.errors import UserError
+from mhc.eval.common.checkpoints import Checkpoint
+from mhc.eval.common.scoring import FIELDS, resampled, token_scores
+from mhc.eval.perplexity import __main__ as perplexity
 from mhc.model.attention import Attention
 from mhc.model.decoder import Decoder, Observer, SublayerView
 from mhc.model.edits import SUBLAYERS, Edits

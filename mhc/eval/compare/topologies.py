@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from eval.runs import RATE, SEEDS, Arm, differing_fields, is_plain, material, outside
+from mhc.eval.compare.runs import RATE, SEEDS, Arm, differing_fields, is_plain, material, outside
 from mhc.monitor.detectors import lr_sensitivity
 
 Seeds = tuple[int, int]

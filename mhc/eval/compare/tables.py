@@ -8,9 +8,9 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from eval.figures import parameters, relative_cost, speed
-from eval.spikes import NAMES, History, monitors
-from eval.topologies import Paired, Topology
+from mhc.eval.compare.figures import parameters, relative_cost, speed
+from mhc.eval.compare.spikes import NAMES, History, monitors
+from mhc.eval.compare.topologies import Paired, Topology
 
 _EVENT = (
     *("arm", "first", "last", "flagged_steps", "loss_step", "finite", "cause", "tensor", "action", "undone"),

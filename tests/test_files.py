@@ -1,11 +1,9 @@
-"""Writers: what is written is read back, whatever the crash; the progress line under an injected clock."""
+"""Files of JSON and JSON lines: what is written is read back, whatever the crash."""
 
 from __future__ import annotations
 
-import io
 import json
 import math
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,18 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mhc.errors import UserError
+from mhc.files import JsonlWriter, read_json, read_jsonl, repair, write_json
 from mhc.full_disk import DiskFull
-from mhc.monitor.boards import TensorBoardWriter, WandbWriter
-from mhc.monitor.writers import (
-    JsonlWriter,
-    Progress,
-    Writer,
-    duration,
-    read_json,
-    read_jsonl,
-    repair,
-    write_json,
-)
 from tests.small_runs import small_disk
 
 numbers = st.floats() | st.integers(-(2**53), 2**53)
@@ -70,19 +58,6 @@ def test_a_document_without_room_stays_as_it_was(tmp_path: Path) -> None:
     with small_disk(20), pytest.raises(DiskFull, match=r"summary\.json: cannot be written"):
         write_json(path, {"a": "x" * 100})
     assert read_json(path) == {"a": 1} and [file.name for file in tmp_path.iterdir()] == ["summary.json"]
-
-
-def test_tensorboard_without_room_holds_nobody_up(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Records go to a thread through a queue that holds ten."""
-    for size in (40, 200):
-        caplog.clear()
-        with small_disk(size):
-            writer = TensorBoardWriter(tmp_path / str(size))
-            for step in range(60):
-                writer.write({"step": step, "loss": 1.0})
-            writer.close()
-        (said,) = [record.getMessage() for record in caplog.records]
-        assert said.endswith("cannot be written: File too large; training goes on without it")
 
 
 def strict(text: str) -> Any:
@@ -211,99 +186,3 @@ def test_json_document_round_trip(tmp_path: Path) -> None:
         read_json(path)
     with pytest.raises(UserError, match="cannot be read"):
         read_json(tmp_path / "missing.json")
-
-
-def test_tensorboard_writes_numbers_arrays_and_mappings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from tensorboardX.writer import FileWriter
-
-    seen: list[tuple[str, float, int]] = []
-
-    def add(self: Any, summary: Any, step: int) -> None:
-        seen.extend((one.tag, one.simple_value, step) for one in summary.value)
-
-    monkeypatch.setattr(FileWriter, "add_summary", add)
-    writer: Writer = TensorBoardWriter(tmp_path)
-    writer.write(
-        {"step": 4, "loss": np.float32(2.5), "gain": [1.0, 3.0], "grad/norm": {"head": 0.5}, "x": None, "y": "s"}
-    )
-    writer.close()
-    assert seen == [("loss", 2.5, 4), ("gain", 3.0, 4), ("grad/norm/head", 0.5, 4)]
-
-
-def test_tensorboard_leaves_an_event_file(tmp_path: Path) -> None:
-    writer = TensorBoardWriter(tmp_path, purge_step=2)
-    writer.write({"step": 2, "loss": 1.0})
-    writer.close()
-    (file,) = tmp_path.glob("events.out.tfevents.*")
-    assert b"loss" in file.read_bytes()
-
-
-def test_wandb_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two starts of a run keep one id; what was written is in the files, and nothing goes over the network."""
-    pytest.importorskip("wandb", reason="the extra [wandb] is not installed")
-    monkeypatch.setenv("WANDB_ERROR_REPORTING", "false")
-    for loss in (2.515625, 2.265625):
-        writer: Writer = WandbWriter(tmp_path, mode="offline", config={"train": {"steps": 987}})
-        writer.write({"step": 4, "loss": loss, "gain": [1.0, 3.0], "grad/norm": {"head": 0.5}, "x": None})
-        writer.close()
-    files = sorted(tmp_path.glob("wandb/offline-run-*/*.wandb"))
-    assert {file.stem for file in files} == {f"run-{(tmp_path / 'wandb' / 'id').read_text()}"}
-    content = b"".join(file.read_bytes() for file in files)
-    assert all(text in content for text in (b"2.265625", b"grad/norm/head", b"gain", b"987"))
-
-
-def test_wandb_that_is_not_installed_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(UserError, match=r"monitor.wandb: given 'offline'.*pip install 'mhc-jax\[wandb\]'"):
-        WandbWriter(tmp_path, mode="offline", config={})
-    assert not list(tmp_path.iterdir())
-
-
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
-def progress(stream: io.StringIO, *, total: int = 30, every: int = 10, seconds: float = 2.0) -> str:
-    now = [100.0]
-    line = Progress(total, every=every, label="mhc", stream=stream, clock=lambda: now[0])
-    for step in range(1, total + 1):
-        record = {"step": step, "loss": 3.0, "tokens_per_second": 12345.6}
-        if step == 15:
-            record["val_bits_per_byte"] = 3.21
-        line.write(record)
-        now[0] += seconds
-    line.close()
-    return stream.getvalue()
-
-
-def test_progress_off_a_terminal() -> None:
-    lines = progress(io.StringIO()).splitlines()
-    assert lines == [
-        "mhc  step 10/30  loss 3.0000  12,346 tokens/s  40s left",
-        "mhc  step 15/30  loss 3.0000  val 3.2100 bits/byte  12,346 tokens/s  30s left",
-        "mhc  step 20/30  loss 3.0000  val 3.2100 bits/byte at step 15  12,346 tokens/s  20s left",
-        "mhc  step 30/30  loss 3.0000  val 3.2100 bits/byte at step 15  12,346 tokens/s",
-    ]
-
-
-def test_progress_rewrites_one_line_on_a_terminal() -> None:
-    text = progress(Terminal())
-    assert text.count("\r") == 30 and text.count("\n") == 1 and text.endswith("\x1b[K\n")
-    assert progress(Terminal(), seconds=0.01).count("\r") < 10  # ten a second, validation and the last
-
-
-def test_progress_off_and_a_note_that_tears_no_line() -> None:
-    assert progress(io.StringIO(), every=0) == ""
-    stream = Terminal()
-    line = Progress(5, stream=stream, clock=lambda: 0.0)
-    line.write({"step": 1, "loss": 1.0, "tokens_per_second": 1.0})
-    line.note("spike at step 1")
-    assert stream.getvalue().endswith("\x1b[K\nspike at step 1\n")
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"), [(0.4, "0s"), (59.6, "1m00s"), (185, "3m05s"), (7640, "2h07m"), (273600, "3d04h")]
-)
-def test_duration(seconds: float, text: str) -> None:
-    assert duration(seconds) == text

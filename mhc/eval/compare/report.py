@@ -8,15 +8,15 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from eval.figures import Drawn, parameters, relative_cost, speed, styles, topology_colours
-from eval.findings import Finding, Measures, number
-from eval.ngram import Baselines
-from eval.recompute import PRESETS, Recomputed
-from eval.runs import Arm, differing_fields
-from eval.sheet import Style
-from eval.spikes import GAP, History, monitors, unjudged
-from eval.topologies import Paired, Topology
-from mhc.monitor.writers import duration
+from mhc.eval.common.sheet import Style
+from mhc.eval.compare.figures import Drawn, parameters, relative_cost, speed, styles, topology_colours
+from mhc.eval.compare.findings import Finding, Measures, number
+from mhc.eval.compare.ngram import Baselines
+from mhc.eval.compare.recompute import PRESETS, Recomputed
+from mhc.eval.compare.runs import Arm, differing_fields
+from mhc.eval.compare.spikes import GAP, History, monitors, unjudged
+from mhc.eval.compare.topologies import Paired, Topology
+from mhc.monitor.progress import duration
 
 MOST_EVENTS = 60  # rows of the page's table
 

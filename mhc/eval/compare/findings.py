@@ -10,12 +10,12 @@ from typing import Any
 
 import numpy as np
 
-from eval.ngram import Baselines
-from eval.recompute import Recomputed
-from eval.runs import Arm, differing_fields
-from eval.spikes import History, listed, monitors, unjudged
-from eval.topologies import Paired, Topology
 from mhc.data import fidelity
+from mhc.eval.compare.ngram import Baselines
+from mhc.eval.compare.recompute import Recomputed
+from mhc.eval.compare.runs import Arm, differing_fields
+from mhc.eval.compare.spikes import History, listed, monitors, unjudged
+from mhc.eval.compare.topologies import Paired, Topology
 
 AGREEMENT = 1e-4  # relative difference up to which recomputed gains count as the logged ones
 

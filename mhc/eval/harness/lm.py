@@ -1,6 +1,6 @@
 """A checkpoint as a model of EleutherAI's lm-evaluation-harness, registered there as ``mhc``; needs no torch.
 
-    lm = LanguageModel("runs/a")                 # or eval.checkpoints.load(...)
+    lm = LanguageModel("runs/a")                 # or mhc.eval.common.checkpoints.load(...)
     lm_eval.simple_evaluate(lm, tasks=["hellaswag"])
 
 A text opens with the tokeniser's bos, as documents do in training; a context that is too long loses its beginning. Each
@@ -22,12 +22,12 @@ from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
 from lm_eval.api.registry import register_model
 
-from eval import checkpoints
-from eval.generate import Generator, padded, power_of_two
-from eval.scoring import Scorer, windows
-from eval.terminal import Progress
 from mhc.data import fidelity, tokenizers
 from mhc.errors import UserError, did_you_mean
+from mhc.eval.common import checkpoints
+from mhc.eval.common.scoring import Scorer, windows
+from mhc.eval.common.terminal import Progress
+from mhc.eval.generate.__main__ import Generator, padded, power_of_two
 from mhc.model.sampling import Sampling
 
 _log = logging.getLogger("mhc.eval")

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from eval.checkpoints import Checkpoint
+from mhc.eval.common.checkpoints import Checkpoint
 from mhc.model.decoder import Decoder
 from mhc.model.edits import Edits
 from mhc.sharding import BATCH_AXES, jit, put_batch, replicated, threads_of_one_cpu, tracing_for

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from eval.runs import RATE, SEEDS, Arm, differing_fields, material
 from mhc import config as configs
 from mhc.errors import UserError
+from mhc.eval.compare.runs import RATE, SEEDS, Arm, differing_fields, material
 from mhc.grid import plan
 from mhc.provenance import comparable
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from eval.runs import DIRECTIONS, Arm, largest
 from mhc.errors import UserError
+from mhc.eval.compare.runs import DIRECTIONS, Arm, largest
 
 PRESETS = ("paper", "deepseek")
 

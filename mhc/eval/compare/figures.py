@@ -17,11 +17,11 @@ from pathlib import Path
 import numpy as np
 from matplotlib import ticker
 
-from eval.ngram import Baselines
-from eval.runs import DIRECTIONS, Arm, Floats, gap_to_plain, is_plain
-from eval.sheet import PLAIN, Sheet, Style, finite_range, handle, limit_top, smooth
-from eval.spikes import Episode, History
-from eval.topologies import Paired, Topology, reference_of, score
+from mhc.eval.common.sheet import PLAIN, Sheet, Style, finite_range, handle, limit_top, smooth
+from mhc.eval.compare.ngram import Baselines
+from mhc.eval.compare.runs import DIRECTIONS, Arm, Floats, gap_to_plain, is_plain
+from mhc.eval.compare.spikes import Episode, History
+from mhc.eval.compare.topologies import Paired, Topology, reference_of, score
 
 # Okabe and Ito's palette: its colours stay apart under the common kinds of colour blindness.
 _COLOURS = {

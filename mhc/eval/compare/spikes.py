@@ -19,8 +19,8 @@ from typing import Any
 
 import numpy as np
 
-from eval.runs import Arm
 from mhc.config import GuardConfig
+from mhc.eval.compare.runs import Arm
 from mhc.monitor.guard import COLLAPSING, MONITORS, ProbeWatch
 
 GAP = 8  # flagged steps so close together are one event

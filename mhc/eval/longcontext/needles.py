@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
-from eval.prompts import check_text
 from mhc.errors import UserError
+from mhc.eval.common.prompts import check_text
 
 if TYPE_CHECKING:
     from mhc.data.tokenizers import Tokenizer
@@ -331,7 +331,7 @@ def share_interval(hits: float, samples: int) -> tuple[float, float]:
 
 def cell(answers: Answers) -> dict[str, Any]:
     """What is said of samples [n]: means with 95 % intervals, Wilson's of shares, bootstrap of nats."""
-    from eval.scoring import mean_interval
+    from mhc.eval.common.scoring import mean_interval
 
     def share(values: np.ndarray) -> dict[str, float]:
         low, high = share_interval(float(values.sum()), len(values))
@@ -444,7 +444,7 @@ def position_bias(values: np.ndarray, depths: Sequence[float]) -> dict[str, Any]
     The spread is that between the best and the worst depth's mean. Both are picked by the samples that then measure
     them, so that it is never 0: ``p`` is the share of permutations of each sample's depths that spread at least as far.
     """
-    from eval.scoring import mean_interval
+    from mhc.eval.common.scoring import mean_interval
 
     means = values.mean(axis=0)
     best, worst = int(np.argmax(means)), int(np.argmin(means))

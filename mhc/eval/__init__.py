@@ -1,0 +1,1 @@
+"""Evaluation: programs that read runs and checkpoints, each started as ``python -m mhc.eval.NAME`` or ``eval.NAME``."""
