@@ -26,7 +26,7 @@ ROOT = Path(__file__).parents[2]
 STEPS = 300
 LIMIT = 300.0  # seconds that a life may take on a busy machine
 # Where the fifty lives end. "commit": a checkpoint's files lie in their temporary folder, which is not renamed yet.
-KILLS = {"commit": 14, "checkpoint": 8, "step": 12, "validation": 6, "probe": 6, "record": 2, "start": 2}
+KILLS = {"commit": 14, "checkpoint": 8, "step": 12, "validation": 6, "probe": 6, "data": 2, "start": 2}
 
 ONE_DEVICE = {
     **os.environ,
