@@ -19,10 +19,11 @@ from jax.sharding import Mesh
 from mhc import chips, distributed, provenance, remote, stdio
 from mhc import config as configs
 from mhc.config import Config, shares
-from mhc.data import fidelity, pipeline, tokenizers
-from mhc.data.places import may_match
-from mhc.data.prepared import manifest_hash
+from mhc.data import pipeline, tokenizers
+from mhc.data.corpus import fidelity
+from mhc.data.shards.manifest import manifest_hash
 from mhc.data.tokenizers import Tokenizer
+from mhc.data.user_files.globs import may_match
 from mhc.errors import UserError
 from mhc.files import append_jsonl, read_json, write_json
 from mhc.model.decoder import DecoderDefinition

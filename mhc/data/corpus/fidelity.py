@@ -10,9 +10,9 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from mhc.data.packing import Tokenised
-from mhc.data.prepared import Prepared
-from mhc.data.sources import Joined, Source
+from mhc.data.corpus.prepared import Prepared
+from mhc.data.corpus.sources import Joined, Source
+from mhc.data.shards.records import Tokenised
 from mhc.data.tokenizers import ByteTokenizer, Tokenizer
 from mhc.errors import UserError
 

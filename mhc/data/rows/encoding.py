@@ -1,19 +1,20 @@
-"""Corpora opened and checked, their documents tokenised, and the order in which training reads them, on grain."""
+"""Open a corpus for a tokeniser, and tokenise its documents."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable
 
 import grain
 import numpy as np
 
 from mhc.config import DataConfig
-from mhc.data import fidelity
-from mhc.data.files import TokenFiles, piece_size
-from mhc.data.packing import Document, Piece, Pieces, Tokenised
-from mhc.data.prepared import Prepared
-from mhc.data.sources import Joined, Source, Split, joint_fingerprint, open_source, parts
+from mhc.data.corpus import fidelity
+from mhc.data.corpus.pieces import Piece, Pieces
+from mhc.data.corpus.prepared import Prepared
+from mhc.data.corpus.sources import Joined, Source, Split, open_source
+from mhc.data.corpus.token_ids import TokenFiles
+from mhc.data.rows.packing import Document
+from mhc.data.shards.records import Tokenised
 from mhc.data.tokenizers import Tokenizer
 from mhc.errors import UserError
 
@@ -85,29 +86,3 @@ class Encode(grain.transforms.Map):
         if piece.ends:
             return Document(tokens, target_bytes)
         return Document(tokens[:-1], target_bytes[:-1])
-
-
-class Order(NamedTuple):
-    """One source's documents in the order that training reads them, without end."""
-
-    source: Source
-    pieces: Pieces
-    places: grain.MapDataset  # of pieces: their numbers
-    documents: grain.MapDataset
-
-
-def open_orders(data: DataConfig, tokenizer: Tokenizer, seed: int) -> list[Order]:
-    # grain adds the epoch to the seed: without a hash, seed 1 would begin with the second epoch of seed 0
-    order_seed = int(np.random.SeedSequence(seed).generate_state(1)[0])
-    orders = []
-    for _, own in parts(data, "train"):
-        source = open_corpus(own, tokenizer, "train")
-        pieces = Pieces(source, piece_size(data))
-        places = grain.MapDataset.range(len(pieces)).shuffle(seed=order_seed).repeat()
-        documents = grain.MapDataset.source(pieces).shuffle(seed=order_seed).repeat().map(Encode(tokenizer))
-        orders.append(Order(source, pieces, places, documents))
-    return orders
-
-
-def fingerprint(orders: Sequence[Order]) -> str:
-    return orders[0].source.fingerprint if len(orders) == 1 else joint_fingerprint([order.source for order in orders])

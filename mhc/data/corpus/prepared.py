@@ -2,14 +2,14 @@
 
 The folder holds
 
-    shard-00000.array_record, …   a record a document: its ids, see `pack`
+    shard-00000.array_record, …   a record a document: its ids, see `mhc.data.shards.records.pack`
     shard-00000.npy, …            a row of `TABLE` a document: its key in the corpus, and counts
     manifest.json                 what was prepared and how; it is written last, when all else is there
     origin.json                   where the corpus' files lay and when they had changed, to notice that they do
 
 A document's key is what it is held out by, and its size there what it is cut by: so a run reads what it would read from
 the text itself, in the same order. What a tokeniser gives may depend on where a text is cut; hence a
-document is tokenised in the pieces that training reads (`mhc.data.packing.Pieces`), a held-out one as a whole.
+document is tokenised in the pieces that training reads (`mhc.data.corpus.pieces.Pieces`), a held-out one as a whole.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -32,185 +31,17 @@ import numpy as np
 
 from mhc import remote
 from mhc.config import DataConfig
-from mhc.data.holdout import of_split
-from mhc.data.packing import Tokenised
-from mhc.data.places import (
-    below_fixed,
-    cache_directory,
-    check_pointer,
-    is_lines,
-    is_parquet,
-    match,
-    pointer,
-    replacing,
-    sha256,
-)
+from mhc.data.corpus.holdout import of_split
+from mhc.data.corpus.warning import warn_once
+from mhc.data.shards.manifest import MANIFEST, ORIGIN, check_table, parse, read_manifest
+from mhc.data.shards.records import Tokenised, unpack
 from mhc.data.tokenizers import Tokenizer
+from mhc.data.user_files.formats import check_pointer, is_lines, is_parquet
+from mhc.data.user_files.globs import below_fixed, match, sha256
+from mhc.data.user_files.local_copies import cache_directory, replacing
 from mhc.errors import UserError
 
-FORMAT = 1  # of the folder
-MANIFEST, ORIGIN, PLAN = "manifest.json", "origin.json", "plan.json"  # the last: a manifest before there are shards
-TABLE = np.dtype(
-    [
-        ("file", "<i4"),  # number of the document's file in the manifest
-        ("start", "<i8"),  # place in the file, as `mhc.data.files.Index` has it
-        ("stop", "<i8"),
-        ("number", "<i8"),
-        ("ends", "?"),
-        ("ids", "<u4"),
-        ("bytes", "<u4"),  # of text
-    ]
-)
 _log = logging.getLogger(__name__)
-
-
-# The folder's own files -----------------------------------------------------------------------------------------------
-
-_PLANNED = {
-    "source": str,
-    "field": str,
-    "tokenizer": {"name": str, "hash": str, "vocabulary": int},
-    "sequence_length": int,
-    "holdout": float,
-    "whole": bool,
-    "shard_size": int,
-    "files": [{"name": str, "size": int, "checksum": str}],
-}
-_STORED = {"size": int, "sha256": str}
-_COUNTS = {"documents": int, "tokens": int, "bytes": int}
-_SHARD = {"name": str, **_COUNTS, "files": {"array_record": _STORED, "npy": _STORED}}
-_FORMS: dict[str, Any] = {
-    PLAN: _PLANNED,
-    MANIFEST: {**_PLANNED, **_COUNTS, "shards": [_SHARD]},
-    ORIGIN: {"pattern": str, "files": {str: {"path": str, "version": int}}},
-}
-
-
-def parse(path: remote.Folder, content: bytes) -> dict[str, Any]:
-    """One of the folder's JSON files, by its name. Raises UserError where keys are missing or of another type."""
-    form = _FORMS[path.name]
-    remedy = f"remove the folder {path.parent}, and prepare it again"
-    if path.name == ORIGIN:
-        remedy = "remove it: nothing is compared without it"
-    if what := pointer(content):
-        raise UserError(f"{path} is a {what}")
-    try:
-        found: dict[str, Any] = json.loads(content)
-        fault = _fault(found, {"format": int} if path.name != ORIGIN else {}, "")
-    except (ValueError, RecursionError) as error:
-        fault = f"it is not JSON: {str(error).splitlines()[0]}"
-    if not fault and path.name != ORIGIN and found["format"] != FORMAT:
-        raise UserError(
-            f"{path} has the format {found['format']}, this version reads {FORMAT}; prepare it again in a new folder"
-        )
-    fault = fault or _fault(found, form, "")
-    if not fault and path.name == MANIFEST:
-        fault = _fault_of_totals(found)
-    if not fault and path.name != ORIGIN and not found["shard_size"]:
-        fault = "shard_size is 0"
-    if fault:
-        raise UserError(f"{path} is damaged ({fault}): {remedy}")
-    return found
-
-
-def _fault_of_totals(manifest: dict[str, Any]) -> str:
-    """What does not add up in a manifest, or ""."""
-    if not manifest["shards"]:
-        return "it has no shard"
-    for name in _COUNTS:
-        total = sum(shard[name] for shard in manifest["shards"])
-        if manifest[name] != total:
-            return f"{manifest[name]} {name}, its shards have {total}"
-    return ""
-
-
-def check_table(shard: dict[str, Any], table: np.ndarray, files: int, folder: Path) -> None:
-    """Raises UserError where what a folder's manifest says of a shard is not what the shard's table has.
-
-    Args: ``files``: how many the manifest has.
-    """
-    fault = ""
-    for name, counted in counts(table).items():
-        if shard[name] != counted:
-            fault = f"{shard[name]} {name} in {shard['name']}, its table has {counted}"
-            break
-    if not fault and table["file"].max(initial=-1) >= files:
-        fault = f"{files} files, the table of {shard['name']} has more"
-    if fault:
-        raise UserError(f"{folder / MANIFEST} is damaged ({fault}): remove the folder, and prepare it again")
-
-
-def counts(table: np.ndarray) -> dict[str, int]:
-    """Documents, tokens (without bos and eos) and bytes of text of a shard, from its table."""
-    return {
-        "documents": len(table),
-        "tokens": int(table["ids"].sum(dtype=np.int64)),
-        "bytes": int(table["bytes"].sum(dtype=np.int64)),
-    }
-
-
-def _fault(value: Any, form: Any, where: str) -> str:
-    """What is not of the form, or "": a type, [the form of each item], {key: form}, {str: the form of every value}."""
-    kind: Any = form if isinstance(form, type) else type(form)
-    items: Iterable[tuple[str, Any, Any]]
-    if type(value) is not kind and not (kind is float and type(value) is int):
-        return f"{where or 'it'} is not {_KINDS[kind]}"
-    if kind is list:
-        items = ((f"{where}[{index}]", item, form[0]) for index, item in enumerate(value))
-    elif kind is dict and str in form:
-        items = ((f"{where}[{key!r}]", item, form[str]) for key, item in value.items())
-    elif kind is dict:
-        missing = next((key for key in form if key not in value), None)
-        if missing is not None:
-            return f"{where or 'it'} has no {missing!r}"
-        items = ((f"{where}.{key}".lstrip("."), value[key], of) for key, of in form.items())
-    else:
-        return f"{where} is out of range" if kind is int and not 0 <= value < 1 << 63 else ""
-    return next(filter(None, (_fault(item, of, name) for name, item, of in items)), "")
-
-
-_KINDS = {
-    str: "a string",
-    int: "a whole number",
-    float: "a number",
-    bool: "true or false",
-    list: "a list",
-    dict: "an object",
-}
-
-
-# Records --------------------------------------------------------------------------------------------------------------
-
-
-def pack(document: Tokenised) -> bytes:
-    """A document as a record, for `unpack`.
-
-    Pieces p, bytes an id, bytes a length (0: they are the tokeniser's): uint32[3]; ends and rests: uint32[p] each; ids
-    and lengths: unsigned of those widths, [n] each. All little-endian.
-    """
-    arrays = [_narrow(document.ids)] + ([] if document.lengths is None else [_narrow(document.lengths)])
-    widths = [array.dtype.itemsize for array in arrays] + ([0] if document.lengths is None else [])
-    header = np.concatenate([[len(document.ends), *widths], document.ends, document.rests]).astype("<u4")
-    return b"".join(array.tobytes() for array in (header, *arrays))
-
-
-def unpack(record: bytes) -> Tokenised:
-    """What `pack` was given, as views of the record."""
-    pieces, width, length_width = (int(value) for value in np.frombuffer(record, "<u4", 3))
-    ends = np.frombuffer(record, "<u4", pieces, 12)
-    rests = np.frombuffer(record, "<u4", pieces, 12 + 4 * pieces)
-    start, count = 12 + 8 * pieces, int(ends[-1])
-    ids = np.frombuffer(record, f"<u{width}", count, start)
-    lengths = np.frombuffer(record, f"<u{length_width}", count, start + width * count) if length_width else None
-    return Tokenised(ids, lengths, ends, rests)
-
-
-def _narrow(values: np.ndarray) -> np.ndarray:
-    """Unsigned in as few bytes as hold them all."""
-    return values.astype(np.min_scalar_type(int(values.max(initial=0))).newbyteorder("<"))
-
-
-# The source -----------------------------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
@@ -224,7 +55,7 @@ class _Shard:
 
 
 class Prepared:
-    """A split of a prepared corpus: a `mhc.data.sources.Source` whose documents are `Tokenised`.
+    """A split of a prepared corpus: a `mhc.data.corpus.sources.Source` whose documents are `Tokenised`.
 
     Raises UserError (at opening) for a folder that is not prepared, or not to the end, whose files are not those of its
     manifest, or whose corpus has changed since.
@@ -236,7 +67,7 @@ class Prepared:
 
         self.label = f"prepared:{folder}"
         self._data = data
-        content, self.manifest = _manifest(folder)
+        content, self.manifest = read_manifest(folder)
         self._where = _local(folder, content, self.manifest, data)
         _check_unchanged(self._where, self.manifest, self.label)
         shards = self.manifest["shards"]
@@ -330,45 +161,10 @@ class Prepared:
         if other:
             theirs = ", ".join(f"data.{name}={self.manifest[name]}" for name in other)
             ours = ", ".join(f"{getattr(self._data, name)}" for name in other)
-            _warn_once(
+            warn_once(
                 f"{self.label} was prepared for {theirs}, this run has {ours}: "
                 "long documents are cut elsewhere than in the text itself"
             )
-
-
-@functools.cache
-def _warn_once(line: str) -> None:
-    _log.warning("%s", line)
-
-
-def manifest_hash(data: DataConfig, source: str | None = None) -> str | None:
-    """The SHA-256, in hex, of the manifest of ``source`` (None: ``data.source``); None where it is not prepared.
-
-    Equal for equal shards made of equal text: the manifest has the hashes of both, and no path or time.
-    Raises UserError as `Prepared` does for its folder.
-    """
-    kind, _, folder = (source or data.source).partition(":")
-    return hashlib.sha256(_manifest(folder)[0]).hexdigest() if kind == "prepared" else None
-
-
-def _manifest(folder: str) -> tuple[bytes, dict[str, Any]]:
-    """A folder's manifest, as bytes and as JSON."""
-    place = remote.path(os.path.expanduser(folder))
-    try:
-        content = remote.read(place / MANIFEST)
-    except PermissionError as error:
-        raise UserError(f"{place / MANIFEST} cannot be read: {error.strerror}") from None
-    if content is None:
-        if remote.read(place / PLAN) is not None:
-            raise UserError(
-                f"prepared:{folder} is not prepared to the end (no {MANIFEST}); start python -m mhc.data.prepare again"
-            )
-        made_there = isinstance(place, Path) and (not place.exists() or (place.is_dir() and not any(place.iterdir())))
-        out = folder if made_there else "DIR (a new folder), and name that"
-        raise UserError(
-            f"prepared:{folder} has no {MANIFEST}; prepare it: python -m mhc.data.prepare --source … --out {out}"
-        )
-    return content, parse(place / MANIFEST, content)
 
 
 def _local(folder: str, content: bytes, manifest: dict[str, Any], data: DataConfig) -> Path:
@@ -410,9 +206,6 @@ def _fetch(source: remote.Folder, target: Path, digest: str) -> None:
             raise UserError(f"{source} is not what {MANIFEST} says: its SHA-256 differs; copy the folder again")
 
 
-# The corpus' own files ------------------------------------------------------------------------------------------------
-
-
 def _check_unchanged(folder: Path, manifest: dict[str, Any], label: str) -> None:
     """Raises UserError for a file of the corpus that is where it was when it was prepared, with another content.
 
@@ -439,7 +232,7 @@ def _check_unchanged(folder: Path, manifest: dict[str, Any], label: str) -> None
     come = _come(stored["pattern"], places)
     if come:
         more = f" and {len(come) - 1} more file(s)" if len(come) > 1 else ""
-        _warn_once(
+        warn_once(
             f"{come[0]}{more} came to the corpus after {label} was prepared: not read here; "
             "to read all, prepare the corpus in a new folder"
         )

@@ -25,7 +25,9 @@ def of_split(
 
 
 def held_out(owner: np.ndarray, number: np.ndarray, names: list[str], holdout: float) -> np.ndarray:
-    """bool[n]: which documents of a corpus are held out, see `mhc.data.files`; at least one unless holdout is 0.
+    """Return bool[n]: which documents of a corpus are held out, at least one unless ``holdout`` is 0.
+
+    `mhc.data.corpus.indexed` says by which rule.
 
     Args:
       owner, number: as in `Index`, of all documents.

@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from mhc.data.packing import Document, DocumentStream
+from mhc.data.rows.packing import Document, DocumentStream
 
 PLACES = 512  # at most, where rows begin
 

@@ -21,9 +21,9 @@ import numpy as np
 from absl import flags
 
 from mhc.config import DataConfig
-from mhc.data.orders import fingerprint, open_orders
-from mhc.data.packed import PLACES, PackedIterator, Packing
-from mhc.data.packing import Batch
+from mhc.data.rows.iterator import PLACES, PackedIterator, Packing
+from mhc.data.rows.order import fingerprint, open_orders
+from mhc.data.rows.packing import Batch
 from mhc.data.tokenizers import load
 from mhc.errors import UserError
 

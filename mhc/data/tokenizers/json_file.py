@@ -1,10 +1,4 @@
-"""Tokenisers: bytes, or a ``tokenizer.json`` file read by the ``tokenizers`` library.
-
-Begin and end. A document enters a batch as ``bos + tokens + eos``; of a long one that is cut for training (see
-`mhc.data.packing.Pieces`) every piece opens with bos, and the last one alone closes with eos. ``bos`` is an input only,
-never a target; ``eos`` is a target only and stands for 0 bytes of text. Both come from the tokeniser, never from the
-text: a text that spells a special token is tokenised as the letters that it is made of.
-"""
+"""Tokenisers of a ``tokenizer.json`` file, read by the ``tokenizers`` library."""
 
 from __future__ import annotations
 
@@ -16,12 +10,11 @@ import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mhc.data.places import pointer
-from mhc.data.spelling import (
+from mhc.data.tokenizers.spelling import (
     BYTE_TOKEN,
     EACH,
     STRAY,
@@ -35,6 +28,7 @@ from mhc.data.spelling import (
     stretches,
     utf8,
 )
+from mhc.data.user_files.formats import pointer
 from mhc.errors import UserError
 
 if TYPE_CHECKING:
@@ -63,92 +57,6 @@ _EOS_NAMES = (
 )
 SPECIAL = "tokenizer_config.json"  # beside a tokenizer.json: names its bos_token and eos_token
 _MOST = 1 << 24  # ids
-
-
-class Tokenizer(Protocol):
-    """What the pipeline needs of a tokeniser."""
-
-    vocab_size: int  # ids are 0 <= id < vocab_size, bos and eos included
-    bos_id: int
-    eos_id: int
-    byte_lengths: np.ndarray  # int32[vocab_size]: bytes of text that an id stands for, 0 for special ids
-    content_hash: str  # hex: equal for tokenisers that give the same ids
-    unknown_id: int  # what text becomes that the vocabulary has no ids for; -1: none
-    total: bool  # whether every text can be encoded
-
-    def encode(self, text: bytes | str) -> np.ndarray:
-        """int32[n]: the ids of a UTF-8 text, without bos and eos."""
-        ...
-
-    def encode_with_bytes(self, text: bytes | str) -> tuple[np.ndarray, np.ndarray]:
-        """(ids int32[n], bytes int32[n]): also the bytes of this text that each id covers, summing to its length."""
-        ...
-
-    def bytes_of(self, ids: np.ndarray, begins: bool) -> np.ndarray:
-        """int32[n]: bytes of the text that ids [n] stand for one after the other; ``begins``: at a text's beginning."""
-        ...
-
-    def lost(self, text: str) -> int:
-        """Bytes of a text that its ids do not tell: dropped, changed by a normaliser, or unknown."""
-        ...
-
-    def decode(self, ids: Any) -> str:
-        """The text of a sequence of ids; special ids give nothing, broken UTF-8 gives U+FFFD."""
-        ...
-
-    def special_tokens(self) -> dict[str, str]:
-        """{bos_token, eos_token, unk_token}: their spellings, of those that have one in a tokenizer.json."""
-        ...
-
-    def starts(self, id_: int) -> bool:
-        """Return whether a sequence may be cut before this id and decoded in two: no character goes across."""
-        ...
-
-
-class ByteTokenizer:
-    """Ids 0–255 are the bytes of UTF-8, 256 is bos, 257 is eos: ``vocab_size`` is 258."""
-
-    vocab_size = 258
-    bos_id = 256
-    eos_id = 257
-    content_hash = "bytes-258"
-    unknown_id = -1
-    total = True
-
-    def __init__(self) -> None:
-        self.byte_lengths = np.ones(self.vocab_size, np.int32)
-        self.byte_lengths[256:] = 0
-
-    def encode(self, text: bytes | str) -> np.ndarray:
-        """int32[bytes of text]."""
-        data = utf8(text) if isinstance(text, str) else text
-        return np.frombuffer(data, np.uint8).astype(np.int32)
-
-    def encode_with_bytes(self, text: bytes | str) -> tuple[np.ndarray, np.ndarray]:
-        """(ids, ones), both int32[bytes of text]."""
-        ids = self.encode(text)
-        return ids, np.ones_like(ids)
-
-    def bytes_of(self, ids: np.ndarray, begins: bool) -> np.ndarray:
-        """One for each byte."""
-        return self.byte_lengths[ids]
-
-    def lost(self, text: str) -> int:
-        """None."""
-        return 0
-
-    def special_tokens(self) -> dict[str, str]:
-        """As `mhc.interop.export` writes bos and eos."""
-        return {"bos_token": "<s>", "eos_token": "</s>"}
-
-    def starts(self, id_: int) -> bool:
-        """Return whether an id is a byte that a character may begin with."""
-        return id_ < 256 and id_ & 0xC0 != 0x80
-
-    def decode(self, ids: Any) -> str:
-        """The ids under 256 as UTF-8."""
-        values = np.asarray(ids, np.int64)
-        return values[values < 256].astype(np.uint8).tobytes().decode("utf-8", errors="replace")
 
 
 class JsonTokenizer:
@@ -404,14 +312,3 @@ def declared_special(path: Path) -> dict[str, str]:
         if isinstance(token, str):
             found[role] = token
     return found
-
-
-def load(spec: str) -> Tokenizer:
-    """The tokeniser of ``data.tokenizer``: ``bytes``, or the path of a ``tokenizer.json`` file. Raises UserError."""
-    if spec == "bytes":
-        return ByteTokenizer()
-    path = Path(spec).expanduser()
-    if not path.exists():
-        hint = "; did you mean 'bytes'?" if difflib.get_close_matches(spec, ["bytes"]) else ""
-        raise UserError(f"data.tokenizer: {spec!r} is neither 'bytes' nor an existing tokenizer.json file{hint}")
-    return JsonTokenizer(path)

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 import grain
 import numpy as np
 
-from mhc.data.mixture import Assignment
-from mhc.data.orders import Order
-from mhc.data.packing import Batch, DocumentStream, empty_batch, fill_row
+from mhc.data.rows.mixture import Assignment
+from mhc.data.rows.order import Order
+from mhc.data.rows.packing import Batch, DocumentStream, empty_batch, fill_row
 
 PLACES = ("position", "offset")  # a row's: its state
 
