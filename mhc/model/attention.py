@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 
 def positions_of(segment_ids: Int[Array, "B T"]) -> Int[Array, "B T"]:
     """Positions that restart wherever the segment changes, int32."""
-    index = jnp.arange(segment_ids.shape[1], dtype=jnp.int32)
+    index = jnp.arange(segment_ids.shape[1], dtype=jnp.int32)[None]
     before = jnp.pad(segment_ids, ((0, 0), (1, 0)), constant_values=-1)[:, :-1]
     start = jax.lax.cummax(jnp.where(segment_ids != before, index, 0), axis=1)
     return index - start
@@ -49,7 +49,7 @@ def visible(
     keys: Int[Array, "b U"],
     *,
     window: int | None = None,
-    prefix: Int[Array, " b"] | int | None = None,
+    prefix: Int[Array, " b"] | Int[Array, ""] | int | None = None,
 ) -> Bool[Array, "b T U"]:
     """True where a query at one position may see a key at another, of the same document.
 
@@ -151,7 +151,7 @@ def attend_xla(
     q: Float[Array, "B T H K"],
     k: Float[Array, "B U G K"],
     v: Float[Array, "B U G J"],
-    mask: Bool[Array, "b T U"],
+    mask: Bool[Array, "m T U"],
     *,
     scale: float | None = None,
     bias: Float[Array, "b H T U"] | None = None,
@@ -451,7 +451,7 @@ class HeadAttention(Attention):
 
     def _heads(self, x: jax.Array, name: str) -> jax.Array:
         y = jnp.einsum("btd,dhk->bthk", x, getattr(self, name)[...].astype(x.dtype))
-        return y + getattr(self, f"{name}_bias")[...].astype(x.dtype) if self.config.attention.bias else y
+        return y + getattr(self, f"{name}_bias")[None, None].astype(x.dtype) if self.config.attention.bias else y
 
     def project(
         self, x: jax.Array, positions: jax.Array, frequencies: tuple[jax.Array, float] | None
@@ -465,7 +465,7 @@ class HeadAttention(Attention):
 
     def join(self, y: jax.Array) -> jax.Array:
         out = jnp.einsum("bthk,hkd->btd", y, self.out[...].astype(y.dtype))
-        return out + self.out_bias[...].astype(y.dtype) if self.config.attention.bias else out
+        return out + self.out_bias[None, None].astype(y.dtype) if self.config.attention.bias else out
 
     def empty_cache(self, batch: int, slots: int, dtype: jnp.dtype) -> Cache:
         shape = (batch, slots, self.config.kv_heads, self.config.head_dim)
