@@ -21,6 +21,7 @@ FLOORS = {
     "mhc.rules": 0,
     "mhc.xla_options": 0,
     "mhc.kinds": 0,
+    "mhc.attention_impls": 0,
     "mhc.files": 0,
     "mhc.chips": 0,
     "mhc.config": 0,
