@@ -329,9 +329,8 @@ def make_deterministic(environment: MutableMapping[str, str] = os.environ) -> No
     if _asked(given) is None:
         flag = f"{DETERMINISTIC}=true"
         if unknown_flags([flag]):
-            raise UserError(
-                f"--deterministic: the XLA of jaxlib {importlib.metadata.version('jaxlib')} has no {DETERMINISTIC}"
-            )
+            release = importlib.metadata.version("jaxlib")
+            raise UserError(f"--deterministic: the XLA of jaxlib {release} has no {DETERMINISTIC}")
         environment["XLA_FLAGS"] = f"{given} {flag}".strip()
 
 

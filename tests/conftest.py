@@ -15,8 +15,8 @@ from mhc import xla_options
 
 # Most of the suite's time is compilation: without LLVM's optimisations and the fusion emitters it is seven times
 # shorter, and programs as small as the tests' run no slower. Numbers differ in the last bits only, and no test compares
-# them with those of an optimised program. Flags that the environment sets already win; one that this release of XLA does
-# not know would end every process.
+# them with those of an optimised program. Flags that the environment sets already win. One that
+# this release of XLA does not know would end every process, and is left out.
 _FLAGS = {
     "--xla_force_host_platform_device_count": "8",
     "--xla_backend_optimization_level": "0",
