@@ -20,6 +20,7 @@ FLOORS = {
     "mhc.extras": 0,
     "mhc.rules": 0,
     "mhc.kinds": 0,
+    "mhc.attention_impls": 0,
     "mhc.files": 0,
     "mhc.chips": 0,
     "mhc.config": 0,

@@ -150,10 +150,10 @@ class Run:
         self.tokenizer: Tokenizer = tokenizers.load(config.data.tokenizer)
         stored = remote.read(self.place / "config.json")
         before = None if stored is None else configs.from_json(stored.decode(), self.place / "config.json")
-        config = config if before is None else configs.going_on(before, config)
+        config = config if before is None else configs.keep_validation_rule(before, config)
         self.config = configs.resolve(config, self.tokenizer.vocab_size)
         if before is not None:
-            self.config = configs.keeping(before, self.config)
+            self.config = configs.keep_history(before, self.config)
         _check_apart(self.config, self.place)
         self.mesh: Mesh = make_mesh(self.config.mesh, None if devices is None else list(devices))
         train = self.config.train
