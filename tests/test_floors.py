@@ -19,6 +19,7 @@ FLOORS = {
     "mhc.errors": 0,
     "mhc.extras": 0,
     "mhc.rules": 0,
+    "mhc.xla_options": 0,
     "mhc.kinds": 0,
     "mhc.attention_impls": 0,
     "mhc.files": 0,
