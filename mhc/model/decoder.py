@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from mhc import sharding
@@ -18,7 +19,6 @@ from mhc.model.attention import (
     Cache,
     CacheContext,
     attention_context,
-    relative_table,
 )
 from mhc.model.block import Block, Carry, Observer, Seen, SublayerView, build_topology, laid_out
 from mhc.model.cache import (
@@ -52,7 +52,8 @@ class PositionTable(nnx.Module):
             d = config.model.width
             self.table = kernel(config, key / "table", (config.max_length, d), d)
         else:
-            self.bias = relative_table(config, key)
+            shape, key = (config.positions.buckets, config.attention.heads), key / "bias"
+            self.bias = nnx.Param(np.float32(config.init.std) * jax.random.normal(key.key, shape, jnp.float32))
 
 
 class _CachedCarry(NamedTuple):
