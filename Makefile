@@ -20,11 +20,12 @@ demo: install
 	@$(RUN) -m eval.compare $(WORKDIR)
 	@echo "Open $(WORKDIR)/report.html in a browser."
 
+# Either writes the slowest tests to build/slowest.txt; tests/slowest.txt is that file as it was on a quiet machine.
 test: install
-	$(RUN) -m pytest -m "not slow" --numprocesses 2 --dist loadfile
+	$(RUN) -m pytest -m "not slow" --numprocesses 2 --dist loadfile --slowest build/slowest.txt
 
 test-full: install
-	$(RUN) -m pytest
+	$(RUN) -m pytest --slowest build/slowest.txt
 
 lint: install
 	$(RUN) -m ruff check .
