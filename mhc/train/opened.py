@@ -14,8 +14,9 @@ import numpy as np
 from mhc import chips, distributed, provenance
 from mhc import config as configs
 from mhc.config import shares
-from mhc.data import fidelity, pipeline
-from mhc.data.prepared import manifest_hash
+from mhc.data import pipeline
+from mhc.data.corpus import fidelity
+from mhc.data.shards.manifest import manifest_hash
 from mhc.errors import UserError
 from mhc.files import write_json
 from mhc.model.flops import count_parameters, flops_per_token

@@ -14,7 +14,7 @@ import jax
 from mhc import config as configs
 from mhc import distributed, provenance, stdio
 from mhc.config import Config
-from mhc.data import fidelity
+from mhc.data.corpus import fidelity
 from mhc.files import read_json, write_json
 from mhc.model.flops import count_parameters
 from mhc.monitor import train_log
@@ -59,6 +59,7 @@ class Run:
     Attributes:
       setup: config, devices and data, checked; nothing is written before ``execute``.
       opened: the run once its folder is open.
+      phases: what the run is doing, and where its time goes.
     """
 
     def __init__(
@@ -83,7 +84,7 @@ class Run:
         self.opened: Opened | None = None
         self._faults = faults
         self._stop = distributed.StopRequest()
-        self._phases = Phases()
+        self.phases = Phases()
 
     def execute(self) -> int:
         """Train, and return the exit code: 0 or, when the guard halted the run, 3."""
@@ -92,7 +93,7 @@ class Run:
         with contextlib.ExitStack() as closing:
             closing.callback(setup.data.close)
             closing.enter_context(self._stop.listening())
-            closing.enter_context(self._phases.listening())
+            closing.enter_context(self.phases.listening())
             with distributed.together():
                 setup.check_alike()
             with distributed.together():
@@ -114,10 +115,10 @@ class Run:
                 closing.enter_context(log.keeping_stderr())
                 progress.log = log.line
             stalls = Stalls(config.watchdog, home, self._step, stderr, log)
-            watchdog = Watchdog(self._phases, config.watchdog, stalls.begin, stalls.end)
+            watchdog = Watchdog(self.phases, config.watchdog, stalls.begin, stalls.end)
             closing.enter_context(watchdog.watching())
-            with self._phases("start"):
-                self.opened = open_run(setup, progress, self._phases, closing, self._faults)
+            with self.phases("start"):
+                self.opened = open_run(setup, progress, self.phases, closing, self._faults)
             if self.opened.standing.step < config.train.steps:
                 self._loop(self.opened)
             return self._finish(self.opened, log)
@@ -133,7 +134,7 @@ class Run:
 
         The device always has the next step queued while the last one's metrics are fetched, and never more than that.
         """
-        setup, data, mesh, phases = self.setup, self.setup.data, self.setup.mesh, self._phases
+        setup, data, mesh, phases = self.setup, self.setup.data, self.setup.mesh, self.phases
         config = setup.config
         run.progress.note(
             f"{setup.place}: compiling, then training from step {run.standing.step + 1}{_judged_from(config)}"
@@ -180,7 +181,7 @@ class Run:
     def _finish(self, run: Opened, log: train_log.TrainLog | None) -> int:
         """Write the summary, once every checkpoint is committed, and return the exit code."""
         setup, step = self.setup, run.standing.step
-        with self._phases("checkpoint"):
+        with self.phases("checkpoint"):
             run.checkpoints.wait()
         run.record.flush(run.checkpoints.left())
         reason = "halted" if run.halted else "finished" if step >= setup.config.train.steps else "stopped"

@@ -11,10 +11,10 @@ import jax
 from jax.sharding import Mesh
 
 from mhc import config as configs
-from mhc import distributed, provenance, remote
+from mhc import distributed, provenance, remote, run_folder
 from mhc.config import Config, shares
 from mhc.data import pipeline, tokenizers
-from mhc.data.places import may_match
+from mhc.data.user_files.globs import may_match
 from mhc.errors import UserError
 from mhc.monitor import probes
 from mhc.monitor.boards import WandbWriter
@@ -55,13 +55,13 @@ class Setup:
         self.began = time.perf_counter()
         self.primary = distributed.primary()
         self.origin = origin
-        self.home = remote.home(workdir, jax.process_index())
+        self.home = run_folder.open_folder(workdir, jax.process_index())
         self.place = self.home.place
         self.tokenizer = tokenizers.load(config.data.tokenizer)
         stored = _stored_config(self.place)
-        config = config if stored is None else configs.going_on(stored, config)
+        config = config if stored is None else configs.keep_validation_rule(stored, config)
         config = configs.resolve(config, self.tokenizer.vocab_size)
-        self.config = config if stored is None else configs.keeping(stored, config)
+        self.config = config if stored is None else configs.keep_history(stored, config)
         _check_apart(self.config, self.place)
         self.mesh: Mesh = make_mesh(self.config.mesh, None if devices is None else list(devices))
         train = self.config.train

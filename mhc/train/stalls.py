@@ -15,7 +15,7 @@ from mhc.config import WatchdogConfig
 from mhc.files import append_jsonl
 from mhc.monitor.phases import STALLED, Stall, dump_stacks
 from mhc.monitor.train_log import TrainLog
-from mhc.remote import Home
+from mhc.run_folder import RunFolder
 
 
 class Stalls:
@@ -33,7 +33,7 @@ class Stalls:
     """
 
     def __init__(
-        self, config: WatchdogConfig, home: Home, step: Callable[[], int], stderr: Any, log: TrainLog | None
+        self, config: WatchdogConfig, home: RunFolder, step: Callable[[], int], stderr: Any, log: TrainLog | None
     ) -> None:
         self._config, self._home, self._step = config, home, step
         self._stderr, self._log = stderr, log

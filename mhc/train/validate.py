@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from mhc.data import fidelity
+from mhc.data.corpus import fidelity
 from mhc.model.decoder import Params
 from mhc.monitor.phases import Phases
 from mhc.sharding import in_order, put_batch
