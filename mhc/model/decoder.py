@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from mhc import sharding
@@ -18,7 +19,6 @@ from mhc.model.attention import (
     Cache,
     CacheContext,
     attention_context,
-    relative_table,
 )
 from mhc.model.block import Block, Carry, Observer, Seen, SublayerView, build_topology, laid_out
 from mhc.model.cache import (
@@ -33,7 +33,7 @@ from mhc.model.cache import (
     slots_of,
 )
 from mhc.model.edits import Edits
-from mhc.model.layers import Embedding, Head, kernel
+from mhc.model.layers import Embedding, Head, kernel, output_logits
 from mhc.model.memory import Memory
 from mhc.model.norms import make_norm
 from mhc.model.positions import sinusoidal
@@ -52,7 +52,8 @@ class PositionTable(nnx.Module):
             d = config.model.width
             self.table = kernel(config, key / "table", (config.max_length, d), d)
         else:
-            self.bias = relative_table(config, key)
+            shape, key = (config.positions.buckets, config.attention.heads), key / "bias"
+            self.bias = nnx.Param(np.float32(config.init.std) * jax.random.normal(key.key, shape, jnp.float32))
 
 
 class _CachedCarry(NamedTuple):
@@ -117,15 +118,21 @@ class Decoder(nnx.Module):
         """The learned biases of attention's logits [buckets, H], if any."""
         return self.positions.bias[...] if self.config.positions.kind == "relative_bias" else None
 
+    @property
+    def head_weight(self) -> jax.Array:
+        """The weight of the output logits: the head's [D, V], or the embedding's [V, D] where head.tied."""
+        return self.embed.table[...] if self.config.head.tied else self.head.kernel[...]
+
     def embed_tokens(self, tokens: Int[Array, "B T"], positions: Int[Array, "B T"]) -> Float[Array, "B T D"]:
-        """What the topology's streams start from, in the compute dtype."""
+        """Return what the topology's streams start from, in the compute dtype."""
         dtype = jnp.dtype(self.config.model.dtype)
-        x = self.embed(tokens, dtype)
-        if self.config.positions.kind == "learned":
-            x = x + sharding.whole_rows(self.positions.table[...].astype(dtype), "positions")[positions]
-        elif self.config.positions.kind == "sinusoidal":
-            x = x + sinusoidal(positions, self.config.model.width).astype(dtype)
-        return self.embed_norm(x) if self.config.norm.embedding else x
+        with jax.named_scope("embed"):
+            x = self.embed(tokens, dtype)
+            if self.config.positions.kind == "learned":
+                x = x + sharding.whole_rows(self.positions.table[...].astype(dtype), "positions")[positions]
+            elif self.config.positions.kind == "sinusoidal":
+                x = x + sinusoidal(positions, self.config.model.width).astype(dtype)
+            return self.embed_norm(x) if self.config.norm.embedding else x
 
     def forward(
         self,
@@ -313,20 +320,15 @@ class Decoder(nnx.Module):
         rows = jnp.arange(tokens.shape[0])[:, None]
         slots = jnp.where(new.valid, new.positions, cache.max_length)
         every = cache.tokens.at[rows, slots].set(tokens, mode="drop")
-        segment_ids = (jnp.arange(cache.max_length) < new.lengths[:, None]).astype(jnp.int32)
+        segment_ids = (jnp.arange(cache.max_length)[None] < new.lengths[:, None]).astype(jnp.int32)
         h = self.forward(every, segment_ids, prefix=new.prefix).h
         h = jnp.take_along_axis(h, new.positions[:, :, None], axis=1)
         return h, dataclasses.replace(cache, lengths=new.lengths, prefix=new.prefix, tokens=every)
 
     def logits(self, h: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
         """Float32 logits of final hidden states, capped by head.softcap."""
-        if self.config.head.tied:
-            table = self.embed.table[...].astype(h.dtype)
-            logits = jnp.einsum("btd,vd->btv", h, table, preferred_element_type=jnp.float32)
-        else:
-            logits = self.head(h)
-        cap = self.config.head.softcap
-        return logits if cap is None else cap * jnp.tanh(logits / cap)
+        head = self.config.head
+        return output_logits(h, self.head_weight, tied=head.tied, softcap=head.softcap)
 
     def __call__(
         self,

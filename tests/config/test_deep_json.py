@@ -12,7 +12,8 @@ import pytest
 
 from mhc import config, provenance
 from mhc.data import tokenizers
-from mhc.data.prepared import MANIFEST, Prepared
+from mhc.data.corpus.prepared import Prepared
+from mhc.data.shards.manifest import MANIFEST
 from mhc.errors import UserError
 from mhc.eval.common import prompts
 from mhc.eval.regression import __main__ as regression

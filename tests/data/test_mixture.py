@@ -18,8 +18,8 @@ import pytest
 
 from mhc.config import Config, shares
 from mhc.data import pipeline, tokenizers
-from mhc.data.mixture import Assignment
-from mhc.data.sources import open_source, parts
+from mhc.data.corpus.sources import open_source, parts
+from mhc.data.rows.mixture import Assignment
 from mhc.errors import UserError
 from mhc.eval.common import checkpoints
 from mhc.eval.common import rows as corpora

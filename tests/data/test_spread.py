@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from mhc import config as configs
 from mhc.config import DataConfig
 from mhc.data import pipeline, prepare, tokenizers
-from mhc.data import spread as spreads
-from mhc.data.packing import Document, empty_batch, fill_row
-from mhc.data.spread import Rows
+from mhc.data.rows import spread as spreads
+from mhc.data.rows.packing import Document, empty_batch, fill_row
+from mhc.data.rows.spread import Rows
 from mhc.errors import UserError
 from mhc.eval.perplexity import __main__ as perplexity
 from mhc.files import read_json

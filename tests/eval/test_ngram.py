@@ -79,9 +79,9 @@ def corpus(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[bytes]]:
             raise UserError("data.source: no file matches 'missing'")
         return iter(splits[split])
 
-    module = types.ModuleType("mhc.data.sources")
+    module = types.ModuleType("mhc.data.corpus.sources")
     module.documents = stream  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "mhc.data.sources", module)
+    monkeypatch.setitem(sys.modules, "mhc.data.corpus.sources", module)
     return splits
 
 

@@ -6,8 +6,8 @@ import json
 from collections.abc import Iterable
 from pathlib import Path
 
-from mhc.data.places import is_lines, is_parquet, pointer
-from mhc.data.spelling import utf8
+from mhc.data.tokenizers.spelling import utf8
+from mhc.data.user_files.formats import is_lines, is_parquet, pointer
 from mhc.errors import UserError
 
 

@@ -13,14 +13,14 @@ if TYPE_CHECKING:
     import argparse
 
     from mhc.config import Config
-    from mhc.data.packing import Batch
-    from mhc.data.sources import Split
+    from mhc.data.corpus.sources import Split
+    from mhc.data.rows.packing import Batch
 
 
 class Corpus(NamedTuple):
     """Holds rows to be scored, each place with its document."""
 
-    batches: Iterator[Batch]  # fields of mhc.data.packing; also documents [B, T] int32 and context [B, T] int32
+    batches: Iterator[Batch]  # fields of mhc.data.rows.packing; also documents [B, T] int32 and context [B, T] int32
     documents: int  # of the split
     lost: float = 0.0  # share of the text's bytes that the tokeniser loses
 
@@ -33,7 +33,7 @@ def packed(config: Config, split: Split, *, rows: int, batch_size: int, eos: boo
       eos: whether the end of a document is scored as well.
     """
     from mhc.data import tokenizers
-    from mhc.data.packing import empty_batch
+    from mhc.data.rows.packing import empty_batch
 
     source, encode = _open(config, split)
     length, end = config.data.sequence_length, tokenizers.load(config.data.tokenizer).eos_id
@@ -67,7 +67,7 @@ class _Numbered:
     """Streams packed rows of the documents [first, last), and notes of which document each place is."""
 
     def __init__(self, encode: Any, first: int, last: int, **which: Any):
-        from mhc.data.spread import Rows
+        from mhc.data.rows.spread import Rows
 
         self._stream = Rows(encode, first, last, **which)
         self._taken: list[tuple[int, int]] = []  # (document, pairs) of the current row
@@ -81,7 +81,7 @@ class _Numbered:
 
     def fill(self, batch: Batch, row: int) -> bool:
         """Fill a row of a batch; return whether there was one more."""
-        from mhc.data.packing import fill_row
+        from mhc.data.rows.packing import fill_row
 
         self._taken = []
         more: bool = self._stream.next_row() and fill_row(batch, row, self)  # type: ignore[arg-type]
@@ -94,7 +94,7 @@ class _Numbered:
 
 def sliding(config: Config, split: Split, *, rows: int, batch_size: int, stride: int, eos: bool = True) -> Corpus:
     """Return each document alone, by windows of T tokens that score their last ``stride``; the first scores all."""
-    from mhc.data.packing import empty_batch
+    from mhc.data.rows.packing import empty_batch
     from mhc.eval.common.scoring import Window, windows
 
     source, encode = _open(config, split)
@@ -135,18 +135,20 @@ def sliding(config: Config, split: Split, *, rows: int, batch_size: int, stride:
 
 
 def _lost(config: Config, source: Any) -> float:
-    from mhc.data import fidelity, tokenizers
+    from mhc.data import tokenizers
+    from mhc.data.corpus import fidelity
 
     return fidelity.share_lost(source, tokenizers.load(config.data.tokenizer))
 
 
 def _open(config: Config, split: Split) -> tuple[Any, Any]:
     """Return (documents, function from a number to its Document) of a split."""
-    from mhc.data import orders, tokenizers
+    from mhc.data import tokenizers
+    from mhc.data.rows.encoding import encoder, open_corpus
 
     tokenizer = tokenizers.load(config.data.tokenizer)
-    source = orders.open_corpus(config.data, tokenizer, split)
-    encode = orders.encoder(source, tokenizer)
+    source = open_corpus(config.data, tokenizer, split)
+    encode = encoder(source, tokenizer)
     return source, encode
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from mhc.data import fidelity
+from mhc.data.corpus import fidelity
 from mhc.eval.common.words import counted, listed, number, times
 from mhc.eval.compare.ngram import Baselines
 from mhc.eval.compare.recompute import Recomputed

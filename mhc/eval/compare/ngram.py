@@ -69,7 +69,7 @@ def baselines(data: DataConfig, *, max_bytes: int = MAX_BYTES) -> Baselines:
     """
     if data.source.startswith("tokens:") or (data.validation is not None and data.validation.startswith("tokens:")):
         return Baselines(None, None, "the source holds token ids only, no bytes to count")
-    from mhc.data.sources import documents  # tfds is heavy: only where there is text to count
+    from mhc.data.corpus.sources import documents  # tfds is heavy: only where there is text to count
 
     try:
         train_stream = _Limited(documents(data, "train"), max_bytes)

@@ -22,7 +22,8 @@ from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
 from lm_eval.api.registry import register_model
 
-from mhc.data import fidelity, tokenizers
+from mhc.data import tokenizers
+from mhc.data.corpus import fidelity
 from mhc.errors import UserError, did_you_mean
 from mhc.eval.common import checkpoints
 from mhc.eval.common.generator import Generator, padded, power_of_two

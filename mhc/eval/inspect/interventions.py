@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mhc.config import Config
-from mhc.data.sources import Split
+from mhc.data.corpus.sources import Split
 from mhc.errors import UserError
 from mhc.eval.common.checkpoints import Checkpoint
 from mhc.eval.common.program import Program, multiple

@@ -68,7 +68,7 @@ class ModelScore:
         return found
 
     def _batches(self, rows: Iterator[needles.Row]) -> Iterator[dict[str, np.ndarray]]:
-        from mhc.data.packing import empty_batch
+        from mhc.data.rows.packing import empty_batch
 
         first = next(rows)
         length = len(first.context) + len(first.value)

@@ -43,11 +43,12 @@ class Corpus(NamedTuple):
 
 def open_corpus(config: Config, split: Any) -> Corpus:
     """The run's own corpus, or the one that ``--config.data.*`` names. Raises UserError as training does."""
-    from mhc.data import orders, tokenizers
+    from mhc.data import tokenizers
+    from mhc.data.rows.encoding import encoder, open_corpus
 
     tokenizer = tokenizers.load(config.data.tokenizer)
-    source = orders.open_corpus(config.data, tokenizer, split)
-    encode = orders.encoder(source, tokenizer)
+    source = open_corpus(config.data, tokenizer, split)
+    encode = encoder(source, tokenizer)
 
     def inner(number: int) -> np.ndarray:
         ids = encode(number).tokens[1:]
@@ -160,7 +161,7 @@ def position_losses(
     Under dynamic scaling the frequencies of a row depend on its length: positions between two doublings of the
     unscaled length are taken from rows cut at the second.
     """
-    from mhc.data.packing import empty_batch
+    from mhc.data.rows.packing import empty_batch
     from mhc.eval.common.scoring import Scorer
 
     config, documents = checkpoint.config, len(ids)

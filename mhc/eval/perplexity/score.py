@@ -65,7 +65,8 @@ def score(checkpoint: Checkpoint, corpus: Corpus, tell: Callable[[int], None] = 
     Raises:
       UserError: the corpus has no token to score.
     """
-    from mhc.data import fidelity, tokenizers
+    from mhc.data import tokenizers
+    from mhc.data.corpus import fidelity
     from mhc.eval.common.rows import scored_places
     from mhc.eval.common.scoring import Scorer
 
