@@ -51,6 +51,8 @@ class Progress:
         if self._total:
             done = len(set(self._installed()) - self._before)
             return f"{min(done, self._total)} of {self._total} packages installed"
+        if not self._found:
+            return "looking for packages"
         downloaded = f", {self._megabytes:.0f} MB downloaded" if self._megabytes >= 1 else ""
         return f"{len(self._found)} packages found{downloaded}"
 
