@@ -29,6 +29,7 @@ FLOORS = {
     "mhc.stdio": 0,
     "mhc.cli": 1,
     "mhc.remote": 1,
+    "mhc.run_folder": 1,
     "mhc.rng": 1,
     "mhc.kernels": 2,
     "mhc.residual": 3,
