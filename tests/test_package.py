@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
 import json
 import re
 import subprocess
@@ -148,6 +149,7 @@ def test_the_install_says_how_far_it_is(tmp_path: Path) -> None:
     assert progress.words() == "1 of 3 packages installed"
 
 
+@pytest.mark.skipif(importlib.util.find_spec("pip") is None, reason="no pip in this environment")
 def test_an_install_that_fails_says_why(capfd: pytest.CaptureFixture[str]) -> None:
     assert install.main("./no_such_folder") == 1
     lines = capfd.readouterr().err.splitlines()
