@@ -320,7 +320,7 @@ class Decoder(nnx.Module):
         rows = jnp.arange(tokens.shape[0])[:, None]
         slots = jnp.where(new.valid, new.positions, cache.max_length)
         every = cache.tokens.at[rows, slots].set(tokens, mode="drop")
-        segment_ids = (jnp.arange(cache.max_length) < new.lengths[:, None]).astype(jnp.int32)
+        segment_ids = (jnp.arange(cache.max_length)[None] < new.lengths[:, None]).astype(jnp.int32)
         h = self.forward(every, segment_ids, prefix=new.prefix).h
         h = jnp.take_along_axis(h, new.positions[:, :, None], axis=1)
         return h, dataclasses.replace(cache, lengths=new.lengths, prefix=new.prefix, tokens=every)

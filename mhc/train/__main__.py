@@ -69,10 +69,10 @@ def main(arguments: Sequence[str]) -> int:
 
     # jax takes seconds to import: only a command without mistakes waits for it.
     from mhc import distributed
-    from mhc.train import run
+    from mhc.train import plan, run
 
     if options.dry_run:
-        print(json.dumps(run.dry_run(config, shardings=options.print_shardings), indent=2))
+        print(json.dumps(plan.dry_run(config, shardings=options.print_shardings), indent=2))
         return 0
     distributed.initialize(config.distributed)
     return run.run(config, options.workdir, origin)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 def positions_of(segment_ids: Int[Array, "B T"]) -> Int[Array, "B T"]:
     """Positions that restart wherever the segment changes, int32."""
-    index = jnp.arange(segment_ids.shape[1], dtype=jnp.int32)
+    index = jnp.arange(segment_ids.shape[1], dtype=jnp.int32)[None]
     before = jnp.pad(segment_ids, ((0, 0), (1, 0)), constant_values=-1)[:, :-1]
     start = jax.lax.cummax(jnp.where(segment_ids != before, index, 0), axis=1)
     return index - start
@@ -29,7 +29,7 @@ def visible(
     keys: Int[Array, "b U"],
     *,
     window: int | None = None,
-    prefix: Int[Array, " b"] | int | None = None,
+    prefix: Int[Array, " b"] | Int[Array, ""] | int | None = None,
 ) -> Bool[Array, "b T U"]:
     """True where a query at one position may see a key at another, of the same document.
 

@@ -38,7 +38,7 @@ class HeadAttention(Attention):
 
     def _heads(self, x: jax.Array, name: str) -> jax.Array:
         y = jnp.einsum("btd,dhk->bthk", x, getattr(self, name)[...].astype(x.dtype))
-        return y + getattr(self, f"{name}_bias")[...].astype(x.dtype) if self.config.attention.bias else y
+        return y + getattr(self, f"{name}_bias")[None, None].astype(x.dtype) if self.config.attention.bias else y
 
     def project(
         self, x: jax.Array, positions: jax.Array, frequencies: tuple[jax.Array, float] | None
@@ -52,7 +52,7 @@ class HeadAttention(Attention):
 
     def join(self, y: jax.Array) -> jax.Array:
         out = jnp.einsum("bthk,hkd->btd", y, self.out[...].astype(y.dtype))
-        return out + self.out_bias[...].astype(y.dtype) if self.config.attention.bias else out
+        return out + self.out_bias[None, None].astype(y.dtype) if self.config.attention.bias else out
 
     def empty_cache(self, batch: int, slots: int, dtype: jnp.dtype) -> Cache:
         shape = (batch, slots, self.config.kv_heads, self.config.head_dim)

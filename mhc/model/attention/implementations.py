@@ -30,7 +30,7 @@ def attend_xla(
     q: Float[Array, "B T H K"],
     k: Float[Array, "B U G K"],
     v: Float[Array, "B U G J"],
-    mask: Bool[Array, "b T U"],
+    mask: Bool[Array, "m T U"],
     *,
     scale: float | None = None,
     bias: Float[Array, "b H T U"] | None = None,
