@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 
 from mhc.config import from_config_dict
+from mhc.train.record import CLOCK
 from tests.faults.struck_run import unfinished
 from tests.small_runs import assert_equal_runs, lines, run, tiny, write_corpus
 
@@ -104,9 +105,16 @@ def test_fifty_kills_of_one_run_leave_the_bits_of_an_undisturbed_one(
         record_property(f"cases of kill -9 of a run ({where})", count)
 
 
-def events(folder: Path) -> list[dict[str, Any]]:
-    """Return a run's events but its resumptions."""
-    return [event for event in lines(folder, "events") if event["event"] != "resume"]
+def events(folder: Path) -> list[Any]:
+    """Return a run's events but its resumptions, without times."""
+    return [timeless(event) for event in lines(folder, "events") if event["event"] != "resume"]
+
+
+def timeless(value: Any) -> Any:
+    """Return a JSON value without what differs from run to run, also in the history that an event keeps."""
+    if isinstance(value, dict):
+        return {name: timeless(part) for name, part in value.items() if name not in (*CLOCK, "time")}
+    return [timeless(part) for part in value] if isinstance(value, list) else value
 
 
 @pytest.mark.process
