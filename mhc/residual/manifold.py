@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import jax
@@ -10,8 +11,9 @@ import jax.numpy as jnp
 from flax import nnx
 
 from mhc import kernels
+from mhc.kernels.presets import check_sinkhorn
 from mhc.residual.mixing import Mixing, configured
-from mhc.residual.mixing.sinkhorn import Sinkhorn, check_preset
+from mhc.residual.mixing.sinkhorn import Sinkhorn
 from mhc.residual.runner import Runner
 from mhc.residual.streams import StreamConnection, StreamTopology, TokenMaps
 from mhc.rng import PathKey, path_key
@@ -29,6 +31,20 @@ def initial_bias(mixing: Mixing, init: str, n: int, home: int | jax.Array, res_g
     # equivalent: the streams are read as their mean (17 saturates the sigmoid in float32), each gets the output once.
     read_mean = -math.log(n - 1) if n > 1 else 17.0
     return jnp.concatenate([jnp.full((n,), read_mean, jnp.float32), jnp.zeros((n,), jnp.float32), res])
+
+
+def transpose_res_logits(parameters: Mapping[str, jax.Array], n: int) -> dict[str, jax.Array]:
+    """Return phi and bias of one connection (or of stacked ones) with the residual logits [N, N] transposed.
+
+    The logits are the last N * N columns, as those of mhc are: see `ManifoldMaps`.
+    """
+
+    def transposed(leaf: jax.Array) -> jax.Array:
+        others, res = leaf[..., : 2 * n], leaf[..., 2 * n :]
+        square = res.reshape(*res.shape[:-1], n, n)
+        return jnp.concatenate([others, jnp.swapaxes(square, -1, -2).reshape(res.shape)], axis=-1)
+
+    return {name: transposed(parameters[name]) for name in ("phi", "bias")}
 
 
 class ManifoldMaps(StreamConnection):
@@ -90,7 +106,7 @@ class ManifoldHyperConnections(StreamTopology):
         map_eps: float = 1e-6,
         **of_mixing: Any,
     ):
-        check_preset(sinkhorn)
+        check_sinkhorn(sinkhorn)
         super().__init__(width, 4 if n is None else n, collapse or "mean", rms_eps=rms_eps, map_eps=map_eps, rngs=rngs)
         self.mixing = configured(mixing, {"sinkhorn": sinkhorn, "sublayers": sublayers, **of_mixing})
         self.init, self.alpha, self.res_gap, self.preset = init or "home", alpha, res_gap, sinkhorn

@@ -202,6 +202,25 @@ def test_a_change_before_the_first_batch(kind: str, change: Callable[[Path], Non
 
 @pytest.mark.process
 @pytest.mark.parametrize(("change", "before"), [(shrink, 7), (grow, 0), (vanish, 0)])
+@pytest.mark.parametrize("kind", ["jsonl", "gz", "npy", "prepared", "tfds"])
+def test_a_change_under_worker_processes(
+    kind: str, change: Callable[[Path], None], before: int, tmp_path: Path
+) -> None:
+    """They open the corpus themselves, with their first batch."""
+    check(tmp_path, kind, change, before=before, workers=2)
+
+
+FAST = ["jsonl", "gz", "npy"]
+OTHERS = [pytest.param(kind, marks=pytest.mark.product) for kind in ("txt", "parquet", "bin", "cut")]
+STEPS = {  # of opening a corpus: the function after which the change comes
+    "matched": (indexed, "match"),
+    "copied": (IndexedFiles, "_local"),
+    "scanned": (IndexedFiles, "_index_of"),
+}
+
+
+@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize("change", [shrink, grow, vanish])
 @pytest.mark.parametrize("kind", [*FAST, *OTHERS])
 def test_a_change_while_the_corpus_is_opened(
     kind: str, change: Callable[[Path], None], step: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import functools
+import warnings
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -150,8 +151,10 @@ def layout_of(path: Path, size: int, token_dtype: str, shown: str) -> Layout:
                 f"end in .bin, of data.token_dtype={token_dtype}"
             )
         try:
-            # The map is for its offset: no id is read by it.
-            ids = np.load(path, mmap_mode="r", allow_pickle=False)
+            # The map is for its offset: no id is read by it. Headers in the spelling of Python 2 make numpy warn.
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", UserWarning)
+                ids = np.load(path, mmap_mode="r", allow_pickle=False)
         except (ValueError, OSError, EOFError, SyntaxError, MemoryError, OverflowError) as error:
             objects = "allow_pickle" in str(error) or "Python objects" in str(error)
             reason = "it holds Python objects, not integers" if objects else first_line(error)

@@ -80,7 +80,7 @@ def local_copy(file: CorpusFile, data: DataConfig) -> Path:
         missing or no text, and a cache directory that cannot be written.
     """
     try:
-        with remote.plainly(file.path):
+        with remote.reporting_refusals(file.path):
             check_pointer(file)
     except OSError as error:
         raise UserError(f"{file} cannot be read: {error.strerror or error}") from None
@@ -95,7 +95,7 @@ def local_copy(file: CorpusFile, data: DataConfig) -> Path:
         _log.info("copying %s to %s", file, copy)
         with replacing(copy) as temporary:
             try:
-                with open(temporary, "wb") as target, remote.plainly(file.path), file.open() as source:
+                with open(temporary, "wb") as target, remote.reporting_refusals(file.path), file.open() as source:
                     _unpack(file, source, target, data.field)
             except (UserError, OSError):
                 _check_unchanged(file)  # the reason why it could not be read
