@@ -27,11 +27,12 @@ LINEAR_SPREAD = 30.0
 
 
 def _wide(*arrays: jax.Array) -> Any:
-    """The dtype to accumulate in."""
+    """Return the dtype to accumulate in."""
     return jnp.promote_types(jnp.result_type(*arrays), jnp.float32)
 
 
 def _total(terms: Iterable[jax.Array]) -> jax.Array:
+    """Return the sum of the terms, added in their order."""
     return functools.reduce(operator.add, terms)
 
 
@@ -39,7 +40,7 @@ def _total(terms: Iterable[jax.Array]) -> jax.Array:
 
 
 class _Domain(NamedTuple):
-    """How a matrix is held while it is normalised: as itself, or as its logarithm."""
+    """Describes how a matrix is held while it is normalised: as itself, or as its logarithm."""
 
     enter: Callable[[jax.Array], jax.Array]  # log M -> held
     value: Callable[[jax.Array], jax.Array]  # held -> M
@@ -63,7 +64,8 @@ _LOG = _Domain(lambda m: m, jnp.exp, _divide_log, lambda m, s: m + s)
 
 
 class _Plan(NamedTuple):
-    """The divisions of a preset: one over each axis of ``prelude``, then ``rounds`` times one over each of ``axes``."""
+    """Holds the divisions of a preset: one over each axis of ``prelude``, then ``rounds`` times one over each of
+    ``axes``."""
 
     prelude: tuple[int, ...]
     axes: tuple[int, int]
@@ -88,13 +90,13 @@ def _log_start(logits: jax.Array, preset: str, eps: float) -> jax.Array:
 
 
 def _in_domain(wide: jax.Array | None, run: Callable[[_Domain], Any]) -> Any:
-    """``run`` in the domain that the data allow; ``wide`` None: linear, known beforehand."""
+    """Return what ``run`` gives in the domain that the data allow; ``wide`` None: linear, known beforehand."""
     return run(_LINEAR) if wide is None else jax.lax.cond(wide, lambda: run(_LOG), lambda: run(_LINEAR))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
 def sinkhorn(logits: jax.Array, iters: int, preset: str, eps: float) -> jax.Array:
-    """Sinkhorn over the two leading axes: logits [N, N, ...] -> H_res [N, N, ...]; see ``functional.sinkhorn``.
+    """Return H_res [N, N, ...] of logits [N, N, ...], by Sinkhorn over the leading axes; see ``functional.sinkhorn``.
 
     Iterates on the matrices themselves while the largest spread of the logits allows it, on their logarithms
     otherwise. The backward pass keeps only the result and the sums divided by, and walks the iterates back from them.
@@ -168,7 +170,7 @@ sinkhorn.defvjp(_sinkhorn_forward, _sinkhorn_backward)
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def project(x: jax.Array, phi: jax.Array, eps: float) -> jax.Array:
-    """(m phi) tokens last, m = vec(x) rsqrt(mean(vec(x)^2) + eps): x [..., N, D], phi [N, D, R] -> [R, ...].
+    """Return m phi tokens last, m = vec(x) rsqrt(mean(vec(x)^2) + eps): x [..., N, D], phi [N, D, R] -> [R, ...].
 
     The norm is one scalar a token and is applied after the matmul. (N, D) is contracted without flattening x.
     """
@@ -206,7 +208,11 @@ project.defvjp(_project_forward, _project_backward)
 
 @jax.custom_vjp
 def read(x: jax.Array, pre: jax.Array) -> jax.Array:
-    """u = sum_j pre[j] x_j: x [..., N, D], pre [N, ...] -> u [..., D] in the dtype of x."""
+    """Return u = sum_j pre[j] x_j: x [..., N, D], pre [N, ...] -> u [..., D] in the dtype of x."""
+    return _read(x, pre)
+
+
+def _read(x: jax.Array, pre: jax.Array) -> jax.Array:
     dtype = _wide(x, pre)
     weights, wide = pre.astype(dtype), x.astype(dtype)
     u = _total(weights[j, ..., None] * wide[..., j, :] for j in range(x.shape[-2]))
@@ -214,7 +220,7 @@ def read(x: jax.Array, pre: jax.Array) -> jax.Array:
 
 
 def _read_forward(x: jax.Array, pre: jax.Array) -> tuple[jax.Array, Any]:
-    return read(x, pre), (x, pre)
+    return _read(x, pre), (x, pre)
 
 
 def _read_backward(residuals: Any, g: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -231,10 +237,14 @@ read.defvjp(_read_forward, _read_backward)
 
 @jax.custom_vjp
 def write(x: jax.Array, y: jax.Array, post: jax.Array, res: jax.Array) -> jax.Array:
-    """x'_i = sum_j res[i, j] x_j + post[i] y, in the dtype of x.
+    """Return x'_i = sum_j res[i, j] x_j + post[i] y, in the dtype of x.
 
     x [..., N, D], y [..., D], post [N, ...], res [N, N, ...] -> x' [..., N, D].
     """
+    return _write(x, y, post, res)
+
+
+def _write(x: jax.Array, y: jax.Array, post: jax.Array, res: jax.Array) -> jax.Array:
     dtype = _wide(x, y, post, res)
     out = _mix(x.astype(dtype), res.astype(dtype), transpose=False)
     out = out + jnp.moveaxis(post.astype(dtype), 0, -1)[..., None] * y.astype(dtype)[..., None, :]
@@ -242,14 +252,14 @@ def write(x: jax.Array, y: jax.Array, post: jax.Array, res: jax.Array) -> jax.Ar
 
 
 def _mix(x: jax.Array, res: jax.Array, transpose: bool) -> jax.Array:
-    """sum_j res[i, j] x_j (or res[j, i]): one fused pass over x, an output element reading N inputs."""
+    """Return sum_j res[i, j] x_j (or res[j, i]): one fused pass over x, an output element reading N inputs."""
     columns = res if transpose else jnp.swapaxes(res, 0, 1)  # [j, i, ...]
     weights = jnp.moveaxis(columns, 1, -1)  # [j, ..., i]
     return _total(weights[j, ..., :, None] * x[..., j : j + 1, :] for j in range(x.shape[-2]))
 
 
 def _write_forward(x: jax.Array, y: jax.Array, post: jax.Array, res: jax.Array) -> tuple[jax.Array, Any]:
-    return write(x, y, post, res), (x, y, post, res)
+    return _write(x, y, post, res), (x, y, post, res)
 
 
 def _write_backward(residuals: Any, g: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
@@ -267,7 +277,7 @@ write.defvjp(_write_forward, _write_backward)
 
 
 def add(x: jax.Array, y: jax.Array, post: jax.Array) -> jax.Array:
-    """x'_i = x_i + post[i] y, ``write`` under the identity map: x [..., N, D], y [..., D], post [N, ...]."""
+    """Return x'_i = x_i + post[i] y, ``write`` under the identity map: x [..., N, D], y [..., D], post [N, ...]."""
     dtype = _wide(x, y, post)
     spread = jnp.moveaxis(post.astype(dtype), 0, -1)[..., None] * y.astype(dtype)[..., None, :]
     return (x.astype(dtype) + spread).astype(x.dtype)
