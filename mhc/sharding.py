@@ -17,7 +17,7 @@ import logging
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -27,8 +27,11 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from mhc import kinds
 from mhc.config import MeshConfig
 from mhc.errors import UserError
+from mhc.xla_options import known_options
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 MESH_AXES = ("data", "fsdp", "tensor", "expert")
 BATCH_AXES = ("data", "fsdp", "expert")
@@ -252,17 +255,27 @@ def threads_of_one_cpu(mesh: Mesh) -> bool:
     return mesh.size > 1 and mesh.devices.flat[0].platform == "cpu"
 
 
+def in_order(result: T, mesh: Mesh) -> T:
+    """Return the result of a program; where devices are threads of a CPU, wait for it first.
+
+    They wait for each other inside a program's collectives: two programs at once on too few cores can starve each other
+    for ever, and there is nothing to overlap.
+    """
+    return jax.block_until_ready(result) if threads_of_one_cpu(mesh) else result
+
+
 def jit(function: Callable[..., Any], mesh: Mesh | None, **options: Any) -> Any:
     """``jax.jit`` with these options, for a program with collectives over the mesh.
 
     Where devices are threads of a CPU, two independent collectives of one program may be entered in different orders by
-    different devices, and wait for each other for ever. So their order is fixed by a compiler option; and since a
-    program that is read from the persistent compilation cache has lost it (jax 0.10.2), it is never written there.
+    different devices, and wait for each other for ever. So their order is fixed by a compiler option, where XLA has
+    it; and since a program that is read from the persistent compilation cache has lost it (jax 0.10.2), it is never
+    written there.
     """
     if mesh is None or not threads_of_one_cpu(mesh):
         return jax.jit(function, **options)
     given = options.pop("compiler_options", None) or {}
-    return _Uncached(jax.jit(function, compiler_options=_IN_ORDER | given, **options))
+    return _Uncached(jax.jit(function, compiler_options=known_options(_IN_ORDER) | given, **options))
 
 
 _IN_ORDER = {"xla_cpu_enable_concurrency_optimized_scheduler": False}
@@ -299,6 +312,17 @@ def tracing_for(mesh: Mesh | None) -> Iterator[None]:
         yield
     finally:
         _MESH.reset(token)
+
+
+def traced_for(function: Callable[..., Any], mesh: Mesh | None) -> Callable[..., Any]:
+    """Return the function, traced for this mesh whenever it is traced."""
+
+    @functools.wraps(function)
+    def traced(*args: Any) -> Any:
+        with tracing_for(mesh):
+            return function(*args)
+
+    return traced
 
 
 def current_mesh() -> Mesh | None:

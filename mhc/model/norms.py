@@ -1,4 +1,4 @@
-"""Norms over the last axis, computed in float32."""
+"""Normalise over the last axis, in float32."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class RMSNorm(nnx.Module):
-    """x rsqrt(mean(x^2) + eps) scale over the last axis, in float32, returned in x's dtype; scale [D]."""
+    """Computes x rsqrt(mean(x^2) + eps) scale over the last axis, in float32; the result has x's dtype. Scale [D]."""
 
     def __init__(self, width: int, eps: float, gamma: float = 1.0):
         self.eps = eps
@@ -24,11 +24,11 @@ class RMSNorm(nnx.Module):
     def __call__(self, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
         xw = x.astype(jnp.promote_types(x.dtype, jnp.float32))
         xw = xw * jax.lax.rsqrt(jnp.mean(xw * xw, axis=-1, keepdims=True) + self.eps)
-        return (xw * self.scale[...]).astype(x.dtype)
+        return (xw * jax.lax.broadcast_to_rank(self.scale[...], x.ndim)).astype(x.dtype)
 
 
 class LayerNorm(nnx.Module):
-    """(x - mean) rsqrt(variance + eps) scale + bias over the last axis, in float32; scale and bias [D]."""
+    """Computes (x - mean) rsqrt(variance + eps) scale + bias over the last axis, in float32. Scale and bias [D]."""
 
     def __init__(self, width: int, eps: float, gamma: float = 1.0):
         self.eps = eps
@@ -39,9 +39,10 @@ class LayerNorm(nnx.Module):
         xw = x.astype(jnp.promote_types(x.dtype, jnp.float32))
         xw = xw - jnp.mean(xw, axis=-1, keepdims=True)
         xw = xw * jax.lax.rsqrt(jnp.mean(xw * xw, axis=-1, keepdims=True) + self.eps)
-        return (xw * self.scale[...] + self.bias[...]).astype(x.dtype)
+        scale, bias = (jax.lax.broadcast_to_rank(p[...], x.ndim) for p in (self.scale, self.bias))
+        return (xw * scale + bias).astype(x.dtype)
 
 
 def make_norm(config: NormConfig, width: int, gamma: float = 1.0) -> RMSNorm | LayerNorm:
-    """The configured norm of the stream or of a sublayer's input or output."""
+    """Return the configured norm, of the stream or of a sublayer's input or output."""
     return (LayerNorm if config.kind == "layernorm" else RMSNorm)(width, config.eps, gamma)

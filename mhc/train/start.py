@@ -17,9 +17,10 @@ from mhc.errors import UserError
 from mhc.model.decoder import DecoderDefinition
 from mhc.remote import Folder
 from mhc.sharding import path_of
-from mhc.train.checkpoint import find_checkpoint, host_of, restore_parts
+from mhc.train.checkpoint import find_checkpoint, restore_parts, standing_of
 from mhc.train.optimizer import make_optimizer
 from mhc.train.step import Trainer, TrainState
+from mhc.xla_options import known_options
 
 
 def preserving(kind: str) -> dict[str, Any]:
@@ -59,7 +60,7 @@ def fresh(definition: DecoderDefinition, seed: int, layout: Any, wanted: Callabl
         return {path_of(path): leaf for path, leaf in leaves if path_of(path) in chosen}
 
     # Compiled, so that of the other parameters nothing is made; once, so that optimising costs more than it saves.
-    once = {"xla_backend_optimization_level": 0} if jax.default_backend() == "cpu" else {}
+    once = known_options({"xla_backend_optimization_level": 0}) if jax.default_backend() == "cpu" else {}
     made = jax.jit(init, out_shardings={path: by_path[path] for path in chosen}, compiler_options=once)
     return dict(made(jax.random.key(seed)))
 
@@ -127,7 +128,7 @@ def notes(config: Config, found: Source, tokenizer: str) -> Iterator[str]:
     Args:
       tokenizer: ``content_hash`` of the run's own.
     """
-    position = host_of(found.run, found.step)["data"]
+    position = standing_of(found.run, found.step).data
     if position is not None and position["tokenizer"] != tokenizer:
         yield (
             f"data.tokenizer={config.data.tokenizer} gives other ids than that of {config.train.init_from}: the "
@@ -149,7 +150,7 @@ def set_data(data: TrainIterator, config: Config, found: Source) -> None:
 
     Raises: UserError where the two do not read the same batches, or the source has read none.
     """
-    position = host_of(found.run, found.step)["data"]
+    position = standing_of(found.run, found.step).data
     if position is None:
         raise UserError(f"train.init_data: {config.train.init_from} holds weights alone, and no place in the data")
     theirs = found.config.data  # what older positions do not have

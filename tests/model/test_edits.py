@@ -139,7 +139,7 @@ def test_neutral_edits_change_no_bit_and_layers_have_their_own(dtype):
     y, heads = (jnp.asarray(rng.standard_normal((2, 3, *shape)), dtype) for shape in ((16,), (2, 8)))
     np.testing.assert_array_equal(edits.output(y, 1), y)
     np.testing.assert_array_equal(edits.heads(heads), heads)
-    some = Edits(output_scale=jnp.arange(6.0).reshape(3, 2)).of(1, 2)
+    some = Edits(output_scale=jnp.arange(6.0).reshape(3, 2)).blocks(1, 2)
     np.testing.assert_array_equal(some.output_scale, [[2, 3], [4, 5]])
     assert some.head_scale is None
     none = Edits(state_patch=jnp.zeros((2, 3), bool))
@@ -244,7 +244,7 @@ def test_patterns_and_values_are_the_heads_results(name):
         entropy = core.statistics(x, context)[1]
         weights = jax.nn.softmax(scores)
         by_hand = -jnp.sum(jax.scipy.special.xlogy(weights, weights), axis=-1)
-        future = jnp.where(jnp.arange(LENGTH)[:, None] < jnp.arange(LENGTH), weights, 0.0)
+        future = jnp.where((jnp.arange(LENGTH)[:, None] < jnp.arange(LENGTH)[None])[None, None], weights, 0.0)
         return {
             "heads": jnp.max(jnp.abs(view.heads - expected)) / jnp.max(jnp.abs(expected)),
             "output": jnp.max(jnp.abs(view.y - y)) / jnp.max(jnp.abs(y)),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -104,7 +105,9 @@ def open_tokens(path: Path, token_dtype: str, shown: str) -> np.ndarray:
                 f"end in .bin, of data.token_dtype={token_dtype}"
             )
         try:
-            tokens = np.load(path, mmap_mode="r", allow_pickle=False)
+            with warnings.catch_warnings():  # a header in the spelling of Python 2 is read, and numpy says so
+                warnings.simplefilter("ignore", UserWarning)
+                tokens = np.load(path, mmap_mode="r", allow_pickle=False)
         except (ValueError, OSError, EOFError, SyntaxError, MemoryError, OverflowError) as error:
             objects = "allow_pickle" in str(error) or "Python objects" in str(error)
             said = "it holds Python objects, not integers" if objects else first_line(error)

@@ -12,16 +12,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from mhc import kinds, provenance, remote
 from mhc.config import MACHINE, load_kinds
 from mhc.errors import UserError
+from mhc.eval.common.sheet import Floats
+from mhc.eval.compare import checks
 from mhc.files import read_json, read_jsonl
 from mhc.monitor.detectors import judged_score
 from mhc.remote import Folder
-
-Floats = NDArray[np.float64]
 
 DIRECTIONS = ("forward", "backward")
 RATE = "optimizer.lr"
@@ -121,8 +120,13 @@ class Arm:
         ]
 
     def column(self, key: str) -> tuple[Floats, Floats]:
-        """(steps, values) of the metrics records that hold ``key``; both float64[n]."""
+        """Return (steps, values) of the metrics records that hold ``key``; both float64[n].
+
+        Raises:
+            UserError: a value is no number.
+        """
         rows = [(row["step"], row[key]) for row in self.metrics if key in row and row[key] is not None]
+        checks.check_numbers(rows, key, self.path / "metrics.jsonl")
         array = np.array(rows, np.float64).reshape(-1, 2)
         return array[:, 0], array[:, 1]
 
@@ -318,10 +322,7 @@ def _runs_under(folder: Folder) -> Iterator[Folder]:
 
 def _load_run(name: str, folder: Path, source: Folder | None) -> Arm | None:
     config = read_json(folder / "config.json")
-    for field in ("residual.kind", "seed.init", "seed.data", "train.steps", "data.source"):
-        section, key = field.split(".")
-        if section not in config or key not in config[section]:
-            raise UserError(f"{folder / 'config.json'}: {field} is missing, so this is no run of this project")
+    checks.check_config(config, folder / "config.json")
     try:
         load_kinds(config)
     except kinds.ModuleError as error:
@@ -329,13 +330,13 @@ def _load_run(name: str, folder: Path, source: Folder | None) -> Arm | None:
     metrics = read_jsonl(folder / "metrics.jsonl") if (folder / "metrics.jsonl").exists() else []
     if not metrics:
         return None
-    for number, row in enumerate(metrics, 1):
-        if not isinstance(row.get("step"), int):
-            raise UserError(f"{folder / 'metrics.jsonl'}: line {number} has no step")
+    checks.check_records(metrics, folder / "metrics.jsonl")
     probes = read_jsonl(folder / "probes.jsonl") if (folder / "probes.jsonl").exists() else []
+    checks.check_records(probes, folder / "probes.jsonl")
     summary = read_json(folder / "summary.json") if (folder / "summary.json").exists() else None
+    checks.check_summary(summary or {}, folder / "summary.json")
     events = read_jsonl(folder / "events.jsonl") if (folder / "events.jsonl").exists() else []
-    events = [event for event in events if isinstance(event.get("step"), int) and "event" in event]
+    checks.check_events(events, folder / "events.jsonl")
     starts = provenance.read(folder).starts if (folder / provenance.FILE).exists() else ()
     return Arm(name, folder, config, metrics, probes, summary, events, source, starts)
 
