@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -14,10 +13,9 @@ from jax.sharding import Mesh
 from mhc.config import Config
 from mhc.data import pipeline, tokenizers
 from mhc.model.attention import Attention
-from mhc.model.decoder import STACKS, DecoderDefinition, Params, SublayerView
+from mhc.model.decoder import DecoderDefinition, Params, SublayerView
 from mhc.residual.functional import composite_gains, composite_maps, single_gains
 from mhc.sharding import jit, replicated, tracing_for
-from mhc.train.checkpoint import LoadedRun
 
 OWN = "residual/"  # what the names of a topology's own measures begin with
 BATCH_FIELDS = ("tokens", "segment_ids", "positions")
@@ -94,7 +92,7 @@ def participation_ratio(matrix: jax.Array) -> jax.Array:
 def _rank(hidden: jax.Array, tokens: _Tokens) -> jax.Array:
     """Participation ratio of the covariance over tokens of hidden [B, T, D] (padding at 0)."""
     mean = jnp.sum(hidden, axis=(0, 1)) / tokens.count
-    centred = tokens.zero_padding(hidden - mean)
+    centred = tokens.zero_padding(hidden - mean[None, None])
     return participation_ratio(jnp.einsum("btd,bte->de", centred, centred))
 
 
@@ -151,9 +149,10 @@ def map_measures(res: jax.Array, tokens: _Tokens) -> dict[str, jax.Array]:
     identity = jnp.eye(n)
     for extent, matrices in (("single", res), ("composite", composite_maps(res))):
         for name, target in (("identity", identity), ("uniform", jnp.full((n, n), 1.0 / n))):
-            distance = jnp.sqrt(jnp.sum(jnp.square(matrices - target), axis=(-2, -1)) / n)
+            difference = matrices - jax.lax.broadcast_to_rank(target, matrices.ndim)
+            distance = jnp.sqrt(jnp.sum(jnp.square(difference), axis=(-2, -1)) / n)
             out[f"mix/to_{name}_{extent}"] = tokens.mean(distance)
-    off_diagonal = (jnp.abs(res) < 1e-6) & (identity == 0)
+    off_diagonal = (jnp.abs(res) < 1e-6) & jax.lax.broadcast_to_rank(identity == 0, res.ndim)
     out["mix/frozen"] = tokens.mean(jnp.sum(off_diagonal, axis=(-2, -1)) / max(n * (n - 1), 1))
     return out
 
@@ -167,38 +166,3 @@ def compile_probe(definition: DecoderDefinition, mesh: Mesh | None = None) -> An
 
     everywhere = replicated(mesh) if mesh is not None else None
     return jit(probe, mesh, out_shardings=everywhere)
-
-
-def probe_run(loaded: LoadedRun, sinkhorn: str | None = None) -> dict[str, np.ndarray]:
-    """The probe of a loaded run on its own probe batch; ``sinkhorn`` projects with another preset's convention.
-
-    The deepseek preset transposes, so under another preset the residual logits are transposed too: the same matrix is
-    projected, only the order of the divisions differs.
-    """
-    config, params = loaded.config, loaded.params
-    if sinkhorn is not None and sinkhorn != config.residual.sinkhorn:
-        config = dataclasses.replace(config, residual=config.residual.changed(sinkhorn=sinkhorn))
-        params = transpose_residual_logits(params, config)
-    batch = probe_batch(config)
-    result = compile_probe(DecoderDefinition(config))(params, batch)
-    return {name: np.asarray(value) for name, value in result.items()}
-
-
-def transpose_residual_logits(params: Params, config: Config) -> Params:
-    """Parameters of mhc whose residual logits are transposed: the last N*N columns of phi and of the bias."""
-    n = config.residual.n
-    assert n is not None
-
-    def swap(leaf: jax.Array) -> jax.Array:
-        head, tail = leaf[..., : 2 * n], leaf[..., 2 * n :]
-        square = tail.reshape(*tail.shape[:-1], n, n)
-        return jnp.concatenate([head, jnp.swapaxes(square, -1, -2).reshape(tail.shape)], axis=-1)
-
-    out = dict(params)
-    for stack in STACKS:
-        if stack in out:
-            blocks = dict(out[stack])
-            for name in ("attention_residual", "mlp_residual"):
-                blocks[name] = {**blocks[name], **{leaf: swap(blocks[name][leaf]) for leaf in ("phi", "bias")}}
-            out[stack] = blocks
-    return out
