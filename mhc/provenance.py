@@ -23,9 +23,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mhc import config as configs
 from mhc import remote
-from mhc.config import Config
+from mhc.config import Config, ModuleError
 from mhc.errors import UserError
-from mhc.kinds import ModuleError
 from mhc.xla_options import unknown_flags
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from mhc.errors import UserError, did_you_mean
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-    """Describes a field beyond its type. ``low`` and ``high`` are inclusive bounds, ``above`` and ``below`` exclusive."""
+    """Describes a field beyond its type. ``low`` and ``high`` are inclusive; ``above`` and ``below`` are not."""
 
     doc: str
     """The field's meaning, in one line."""
