@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from mhc import kernels
@@ -61,6 +63,19 @@ class ManifoldMaps(StreamConnection):
         logits = raw * alpha.reshape(-1, *tokens) + self.bias[...].reshape(-1, *tokens)
         pre = jax.nn.sigmoid(logits[:n]) + (self.map_eps if self.preset == "deepseek" else 0.0)
         return TokenMaps(pre, 2.0 * jax.nn.sigmoid(logits[n : 2 * n]), self.mixing(logits[2 * n :], n))
+
+
+def reordered(params: Mapping[str, jax.Array], order: np.ndarray) -> dict[str, jax.Array]:
+    """Return the parameters of a connection with its residual logits in another order, [R] of places.
+
+    They are the last R entries of the last axis of phi and bias.
+    """
+
+    def swap(leaf: jax.Array) -> jax.Array:
+        rest = leaf.shape[-1] - len(order)
+        return jnp.concatenate([leaf[..., :rest], leaf[..., rest:][..., order]], axis=-1)
+
+    return {**params, **{name: swap(params[name]) for name in ("phi", "bias")}}
 
 
 class ManifoldHyperConnections(StreamTopology):
