@@ -67,29 +67,28 @@ def main(requirement: str) -> int:
     start = time.monotonic()
     tail: collections.deque[str] = collections.deque(maxlen=TAIL)
     lines: queue.Queue[str | None] = queue.Queue()
-    pip = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, encoding="utf-8", errors="replace"
-    )
-    assert pip.stdout is not None
-    threading.Thread(target=_read, args=(pip.stdout, lines), daemon=True).start()
     moving = sys.stdout.isatty()
-    wait, said = (0.5 if moving else EVERY_SECONDS), start
-    running = True
-    try:
-        while running:
-            try:
-                line = lines.get(timeout=max(0.0, said + wait - time.monotonic()))
-                running = line is not None
-                if line is not None:
-                    tail.append(line)
-                    progress.hear(line)
-            except queue.Empty:
-                said = time.monotonic()
-                _show(f"   {_clock(said - start)}  {progress.words()}", moving)
-        code = pip.wait()
-    except KeyboardInterrupt:
-        pip.wait()  # it was interrupted as well
-        code = 130
+    wait, shown = (0.5 if moving else EVERY_SECONDS), start
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, encoding="utf-8", errors="replace"
+    ) as pip:
+        assert pip.stdout is not None
+        threading.Thread(target=_read, args=(pip.stdout, lines), daemon=True).start()
+        try:
+            running = True
+            while running:
+                try:
+                    line = lines.get(timeout=max(0.0, shown + wait - time.monotonic()))
+                    running = line is not None
+                    if line is not None:
+                        tail.append(line)
+                        progress.hear(line)
+                except queue.Empty:
+                    shown = time.monotonic()
+                    _show(f"   {_clock(shown - start)}  {progress.words()}", moving)
+            code = pip.wait()
+        except KeyboardInterrupt:  # pip was interrupted as well
+            code = 130
     if moving:
         _show("", moving)
     if code:

@@ -16,7 +16,6 @@ from mhc.model.attention import Attention
 from mhc.model.decoder import DecoderDefinition, Params, SublayerView
 from mhc.residual.functional import composite_gains, composite_maps, single_gains
 from mhc.sharding import jit, replicated, tracing_for
-from mhc.train.checkpoint import LoadedRun
 
 OWN = "residual/"  # what the names of a topology's own measures begin with
 BATCH_FIELDS = ("tokens", "segment_ids", "positions")
@@ -93,7 +92,7 @@ def participation_ratio(matrix: jax.Array) -> jax.Array:
 def _rank(hidden: jax.Array, tokens: _Tokens) -> jax.Array:
     """Participation ratio of the covariance over tokens of hidden [B, T, D] (padding at 0)."""
     mean = jnp.sum(hidden, axis=(0, 1)) / tokens.count
-    centred = tokens.zero_padding(hidden - mean)
+    centred = tokens.zero_padding(hidden - mean[None, None])
     return participation_ratio(jnp.einsum("btd,bte->de", centred, centred))
 
 
@@ -150,9 +149,10 @@ def map_measures(res: jax.Array, tokens: _Tokens) -> dict[str, jax.Array]:
     identity = jnp.eye(n)
     for extent, matrices in (("single", res), ("composite", composite_maps(res))):
         for name, target in (("identity", identity), ("uniform", jnp.full((n, n), 1.0 / n))):
-            distance = jnp.sqrt(jnp.sum(jnp.square(matrices - target), axis=(-2, -1)) / n)
+            difference = matrices - jax.lax.broadcast_to_rank(target, matrices.ndim)
+            distance = jnp.sqrt(jnp.sum(jnp.square(difference), axis=(-2, -1)) / n)
             out[f"mix/to_{name}_{extent}"] = tokens.mean(distance)
-    off_diagonal = (jnp.abs(res) < 1e-6) & (identity == 0)
+    off_diagonal = (jnp.abs(res) < 1e-6) & jax.lax.broadcast_to_rank(identity == 0, res.ndim)
     out["mix/frozen"] = tokens.mean(jnp.sum(off_diagonal, axis=(-2, -1)) / max(n * (n - 1), 1))
     return out
 
@@ -166,9 +166,3 @@ def compile_probe(definition: DecoderDefinition, mesh: Mesh | None = None) -> An
 
     everywhere = replicated(mesh) if mesh is not None else None
     return jit(probe, mesh, out_shardings=everywhere)
-
-
-def probe_run(loaded: LoadedRun) -> dict[str, np.ndarray]:
-    """Return the probe of a loaded run on the run's probe batch."""
-    result = compile_probe(DecoderDefinition(loaded.config))(loaded.params, probe_batch(loaded.config))
-    return {name: np.asarray(value) for name, value in result.items()}

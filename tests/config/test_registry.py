@@ -20,9 +20,9 @@ from mhc import kinds, residual, sharding
 from mhc.config import ResidualConfig
 from mhc.errors import UserError
 from mhc.model.block import build_topology
+from mhc.model.parameters import parameter
 from mhc.residual import protocol
 from mhc.rng import path_key
-from mhc.train import optimizer
 from tests.contracts import topologies
 
 OWN = (kinds.PLAIN, kinds.HC, kinds.MHC, kinds.MHC_LITE, kinds.KROMHC, kinds.IDENTITY)
@@ -212,7 +212,7 @@ def test_every_parameter_is_declared_with_its_axes(kind: kinds.Kind) -> None:
     assert {path.removeprefix("x_residual/") for path in found if path[0] == "x"} == set(kind.parameters)
     for path, shape in found.items():
         assert len(sharding.logical_axes(path, len(shape))) == len(shape)
-        assert optimizer.group_of(path)[:2] == ("maps", False)
+        assert parameter(path).group == "maps" and not parameter(path).decay
 
 
 @by_name
@@ -286,7 +286,7 @@ def from_config(kind: str, **fields: object) -> Any:
 
 
 def test_an_undeclared_parameter_is_an_error() -> None:
-    for rule in (lambda path: sharding.logical_axes(path, 1), optimizer.group_of):
+    for rule in (lambda path: sharding.logical_axes(path, 1), parameter):
         with pytest.raises(ValueError, match="no residual kind declares a parameter 'gain'"):
             rule("blocks/mlp_residual/gain")
 

@@ -28,7 +28,6 @@ from mhc.errors import UserError
 from mhc.eval.common.palette import Style
 from mhc.eval.common.sheet import envelope
 from mhc.eval.common.words import number
-from mhc.eval.compare import recompute as recomputation
 from mhc.eval.compare import write as compare_module
 from mhc.eval.compare.__main__ import main
 from mhc.eval.compare.comparison import comparison_of
@@ -96,7 +95,7 @@ def install_checkpoints(monkeypatch: pytest.MonkeyPatch, error: float = 0.0, ste
             raise UserError(f"{folder}: no checkpoint")
         return Loaded(folder, step if step is not None else read_json(folder / "config.json")["train"]["steps"])
 
-    def probed(loaded: Loaded, preset: str | None = None) -> dict[str, np.ndarray]:
+    def probe_run(loaded: Loaded, preset: str | None = None) -> dict[str, np.ndarray]:
         stored = read_json(loaded.folder / "config.json")
         settings = config(
             stored["residual"]["kind"],
@@ -106,11 +105,11 @@ def install_checkpoints(monkeypatch: pytest.MonkeyPatch, error: float = 0.0, ste
         )
         return {key: (1 + error) * np.asarray(probe(settings, loaded.step)[key]) for key in GAINS}
 
-    checkpoint = types.ModuleType("mhc.train.checkpoint")
-    checkpoint.load_run = load_run  # type: ignore[attr-defined]
+    checkpoint, probes = types.ModuleType("mhc.train.checkpoint"), types.ModuleType("mhc.eval.compare.probe_again")
+    checkpoint.load_run, probes.probe_run = load_run, probe_run  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "mhc.train", types.ModuleType("mhc.train"))
     monkeypatch.setitem(sys.modules, "mhc.train.checkpoint", checkpoint)
-    monkeypatch.setattr(recomputation, "probed", probed)
+    monkeypatch.setitem(sys.modules, "mhc.eval.compare.probe_again", probes)
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from mhc.config import Config
-from mhc.eval.compare.recompute import under_convention
+from mhc.eval.compare.probe_again import under_convention
 from mhc.model.decoder import DecoderDefinition
 from mhc.train.checkpoint import LoadedRun
 from tests.small import packed, random_params, relative_error, small

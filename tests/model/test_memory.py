@@ -15,8 +15,8 @@ from mhc.config import Config
 from mhc.model import memory
 from mhc.model.decoder import Decoder, DecoderDefinition, SublayerView
 from mhc.model.edits import Edits
+from mhc.model.parameters import Parameter, parameter
 from mhc.rng import PathKey
-from mhc.train import optimizer
 from tests.small import VOCAB, relative_error, small
 
 
@@ -166,7 +166,7 @@ def test_the_parameters_of_a_link_are_laid_out_and_trained_by_rule(linked: None)
     (path,) = [sharding.path_of(p) for p, _ in jax.tree_util.tree_leaves_with_path(params) if "lam" in str(p[-1])]
     assert path == "blocks/attention/core/links/value_mix/lam"
     assert sharding.logical_axes(path, 2) == ("layers", "norm")
-    assert optimizer.group_of(path) == optimizer.Group("attention", False, None)
+    assert parameter(path) == Parameter(("norm",), "attention", False, None)
 
 
 def test_what_cannot_be_linked_is_refused(linked: None, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,8 +19,8 @@ from mhc.config import Config
 from mhc.data import pipeline
 from mhc.data.tokenizers import load
 from mhc.errors import UserError
+from mhc.eval.compare.probe_again import probe_run
 from mhc.files import read_json, read_jsonl
-from mhc.monitor import probes
 from mhc.run_folder import lock
 from mhc.sharding import make_mesh, put_batch
 from mhc.train import opened, plan
@@ -104,7 +104,7 @@ def test_gains_of_the_checkpoints_equal_the_logged_ones(reference):
         logged = [record for record in read_jsonl(reference / "probes.jsonl") if record["step"] == step]
         if not logged:
             continue
-        measured = probes.probe_run(load_run(reference, step))
+        measured = probe_run(load_run(reference, step))
         for key in measured:
             if key.startswith("gain/"):
                 np.testing.assert_allclose(measured[key], logged[0][key], rtol=1e-6, err_msg=key)
