@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from mhc import kinds, provenance, remote
-from mhc.config import MACHINE, load_kinds
+from mhc.config import MACHINE, ModuleError, load_kinds
 from mhc.errors import UserError
 from mhc.eval.common.sheet import Floats
 from mhc.eval.compare import checks
@@ -338,8 +338,8 @@ def _load_run(name: str, folder: Path, source: Folder | None) -> Arm | None:
     checks.check_config(config, folder / "config.json")
     try:
         load_kinds(config)
-    except kinds.ModuleError as error:
-        raise kinds.ModuleError(f"{folder / 'config.json'}: {error}") from None
+    except ModuleError as error:
+        raise ModuleError(f"{folder / 'config.json'}: {error}") from None
     metrics = read_jsonl(folder / "metrics.jsonl") if (folder / "metrics.jsonl").exists() else []
     if not metrics:
         return None
