@@ -94,6 +94,9 @@ class Kind:
     """``module:name`` of its builder, which is imported on first use; "": ``mhc.residual.register`` was given it."""
     mixing: str = ""
     """``module:name`` of the ``Mixing`` that gives H_res, where the builder takes one."""
+    convention: str = ""
+    """The option whose choices are conventions for one projection of the same weights: reports show the maps under each
+    of them (``Mixing.order_under``). "": there are none."""
 
     @property
     def default_streams(self) -> int:
@@ -146,7 +149,8 @@ def declare(kind: Kind, module: str | None = None) -> None:
     Raises:
       ValueError: another kind has the name; another kind declares a parameter of the same path, or an option of the
         same name, differently; an option's name is that of a field of every kind, or no identifier; the default N is
-        not among its streams; ``decayed_by`` or ``preserving`` names an option that it lacks.
+        not among its streams; ``decayed_by``, ``preserving`` or ``convention`` names an option that it
+        lacks.
     """
     if kind.name in _KINDS and _KINDS[kind.name] != kind:
         raise ValueError(f"residual kind {kind.name!r} is already declared differently")
@@ -174,6 +178,8 @@ def declare(kind: Kind, module: str | None = None) -> None:
             raise ValueError(
                 f"option {name!r} of kind {kind.name!r} is declared differently by another kind; give it another name"
             )
+    if kind.convention and not (kind.convention in kind.options and kind.options[kind.convention].choices):
+        raise ValueError(f"kind {kind.name!r}: convention names {kind.convention!r}, which is no option with choices")
     for name in kind.preserving:
         if name not in (*COMMON, *kind.options):
             raise ValueError(f"kind {kind.name!r}: preserving names {name!r}, which is no field of it")
@@ -373,7 +379,7 @@ HC = Kind(
     check=_check_hc,
     builder="mhc.residual.hyper:HyperConnections",
 )
-MHC = _manifold("mhc", "mhc.residual.mixing.sinkhorn:Sinkhorn")
+MHC = _manifold("mhc", "mhc.residual.mixing.sinkhorn:Sinkhorn", convention="sinkhorn")
 MHC_LITE = _manifold(
     "mhc_lite",
     "mhc.residual.mixing.permutations:Permutations",

@@ -177,6 +177,7 @@ def test_a_kind_has_a_default_number_of_streams(streams: tuple[int, ...], n: int
             "no option 'x' decays it",
         ),
         (kinds.Kind("some", preserving={"speed": 1}), "preserving names 'speed'"),
+        (kinds.Kind("some", convention="speed"), "convention names 'speed'"),
     ],
 )
 def test_a_kind_that_contradicts_itself_or_others_is_refused(kind: kinds.Kind, why: str) -> None:
