@@ -1,4 +1,4 @@
-"""What command-line programs share: arguments, config files with overrides, exit codes, and errors of one line.
+"""Do what all command-line programs share: arguments, config files with overrides, exit codes, errors of one line.
 
 Exit codes: 0 done, 2 a user's mistake, 6 a full disk, 130 interrupted from the keyboard, 141 nobody reads the result
 any more (``… | head``), 143 by SIGTERM where a program handles it. A program that has further codes documents them.

@@ -1,4 +1,4 @@
-"""Conversions of a Config from and to what files and command lines hold: ConfigDicts, nested dicts, JSON, overrides."""
+"""Convert a Config from and to ConfigDicts, nested dicts and JSON, and change it by overrides."""
 
 from __future__ import annotations
 
