@@ -1,81 +1,12 @@
-"""Trains one model: flags → config → mhc.train.run.
+"""Train one model: the program ``python -m mhc.train``, as a checkout has it.
 
-    python train.py --config configs/demo.py --config.residual.kind=mhc --workdir runs/a
-
-The same command on an existing workdir resumes it. ``--dry_run`` prints the model's size and cost as JSON instead;
-``--from RUN/run.json`` takes the config of a run that was; ``--fields`` lists every field of a config.
+python train.py --config configs/demo.py --config.residual.kind=mhc --workdir runs/a
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
-
-from mhc import cli, provenance
-from mhc.errors import UserError
-
-
-def main(arguments: Sequence[str]) -> int:
-    """Reads the command line and trains. Returns the exit code; raises UserError for a user's mistake."""
-    parser = cli.Parser(
-        prog="train.py",
-        description="Train a transformer under one residual topology.",
-        epilog="--config.GROUP.FIELD=VALUE changes a field of the config; --fields lists and explains them.",
-    )
-    either = parser.add_mutually_exclusive_group(required=True)
-    either.add_argument("--config", metavar="FILE", help="config file with get_config(), e.g. configs/demo.py")
-    either.add_argument(
-        "--from", dest="origin", metavar="RUN/run.json", help="start a run anew as another one was started"
-    )
-    either.add_argument(
-        "--fields",
-        nargs="?",
-        const="",
-        metavar="GROUP",
-        help="print every field of the config, or those of one group: its default, what it means, what is allowed",
-    )
-    parser.add_argument("--workdir", metavar="DIR", help="folder of the run, or gs://BUCKET/PATH; resumes a run there")
-    parser.add_argument(
-        "--dry_run", action="store_true", help="print parameters, FLOPs and mesh as JSON; train nothing"
-    )
-    parser.add_argument(
-        "--print_shardings", action="store_true", help="with --dry_run: also how each array lies on the devices"
-    )
-    parser.add_argument(
-        "--deterministic",
-        action="store_true",
-        help="have XLA make programs for GPUs that give the same bits each time, at some cost in speed",
-    )
-    options, overrides = parser.parse_known_args(arguments)
-    if options.fields is not None:
-        cli.overrides(overrides, parser)  # residual.module among them, whose options are listed too
-        print("\n".join(cli.field_lines(options.fields)))
-        return 0
-    origin = None if options.origin is None else provenance.read(options.origin)
-    if origin is None:
-        config = cli.load_config(options.config, overrides, parser)
-    else:
-        config = cli.change(origin.config, overrides, parser)
-    if options.workdir is None and not options.dry_run:
-        raise UserError("--workdir is required: the folder of the run, e.g. --workdir runs/a")
-    if options.print_shardings and not options.dry_run:
-        raise UserError("--print_shardings: allowed: only with --dry_run")
-    if options.workdir is not None:
-        cli.check_workdir(options.workdir)
-
-    if options.deterministic or (origin is not None and origin.deterministic):
-        provenance.make_deterministic()
-
-    # jax takes seconds to import: only a command without mistakes waits for it.
-    from mhc import distributed
-    from mhc.train import run
-
-    if options.dry_run:
-        print(json.dumps(run.dry_run(config, shardings=options.print_shardings), indent=2))
-        return 0
-    distributed.initialize(config.distributed)
-    return run.run(config, options.workdir, origin)
-
+from mhc import cli
+from mhc.train.__main__ import main
 
 if __name__ == "__main__":
     cli.run_main(main)

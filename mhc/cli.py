@@ -19,14 +19,15 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import Any, NoReturn
-
-from ml_collections import ConfigDict
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from mhc import config as config_lib
-from mhc import full_disk, remote, stdio
+from mhc import extras, full_disk, remote, stdio
 from mhc.config import Config
 from mhc.errors import UserError, did_you_mean
+
+if TYPE_CHECKING:
+    from ml_collections import ConfigDict
 
 GRID = "grid.json"  # what makes a folder a grid's
 
@@ -37,6 +38,7 @@ class Parser(argparse.ArgumentParser):
     """argparse without abbreviations, whose complaints are UserErrors."""
 
     def __init__(self, **arguments: Any) -> None:
+        arguments.setdefault("prog", program())
         super().__init__(allow_abbrev=False, **arguments)
 
     def error(self, message: str) -> NoReturn:
@@ -59,6 +61,14 @@ class Parser(argparse.ArgumentParser):
         name = argument.partition("=")[0]
         dashed = name if name.startswith("-") else f"--{name}"
         raise UserError(f"unknown argument {argument}{did_you_mean(dashed.partition('.')[0], self.options())}")
+
+
+def program() -> str:
+    """Return what was typed to start this process: ``train.py``, or ``python -m mhc.train``."""
+    spec = getattr(sys.modules.get("__main__"), "__spec__", None)
+    if spec is None:
+        return Path(sys.argv[0]).name
+    return f"python -m {spec.name.removesuffix('.__main__')}"
 
 
 def run_main(main: Callable[[Sequence[str]], int], arguments: Sequence[str] | None = None) -> NoReturn:
@@ -248,6 +258,9 @@ def _run_config_file(path: str) -> ConfigDict:
     if not Path(file).is_file():
         siblings = [str(entry) for entry in sorted(Path(file).parent.glob("*.py"))]
         raise UserError(f"config file {file}: no such file{did_you_mean(file, siblings)}")
+    extras.require_train(f"config file {file}")
+    from ml_collections import ConfigDict
+
     try:
         get_config = runpy.run_path(file).get("get_config")
         if get_config is None:

@@ -324,6 +324,8 @@ def unknown(kind: str) -> str:
 
 # This project's kinds -------------------------------------------------------------------------------------------------
 
+SINKHORN_PRESETS = ("paper", "deepseek")  # orders of normalisation; ``mhc.residual.functional.sinkhorn`` describes them
+
 # Options that several kinds share.
 _ALPHA = Option(
     "gate of the input-dependent part of the maps at init; None: the preset's",
@@ -367,7 +369,7 @@ def _manifold(name: str, mixing: str, **fields: Any) -> Kind:
         "sinkhorn": Option(
             "mhc: order of the normalisations; deepseek also adds map_eps to pre, for mhc and its kin",
             default="paper",
-            choices=("paper", "deepseek"),
+            choices=SINKHORN_PRESETS,
         ),
         "iters": Option("mhc: Sinkhorn iterations", default=20, low=1, anywhere=True),
         "rms_eps": _RMS_EPS,

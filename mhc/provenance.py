@@ -210,7 +210,7 @@ def read(file: str | os.PathLike[str]) -> Origin:
         raise UserError(f"{place}: not JSON") from None
     found = _checked(found, place)
     try:
-        config = configs.from_config_dict({**configs.as_stored(found["config"]), "distributed": {}})
+        config = configs.from_config_dict({**configs.upgraded(found["config"]), "distributed": {}})
     except ModuleError as error:
         raise ModuleError(f"{place}: {error}") from None
     except UserError as error:

@@ -18,11 +18,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from eval import runs
 from mhc import cli, kinds, provenance, residual
 from mhc import config as configs
 from mhc.config import from_config_dict, from_json, resolve, to_json
 from mhc.errors import UserError
+from mhc.eval.compare import runs
 from mhc.files import read_json, read_jsonl
 from mhc.grid import plan
 from mhc.train.checkpoint import find_checkpoint, load_run

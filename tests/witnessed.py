@@ -120,7 +120,7 @@ def continued(run: Path) -> list[float]:
 
 def compared(folder: Path) -> dict[str, Any]:
     """Return the summary.json that eval.compare writes for a folder with copies of both runs."""
-    from eval.compare import compare
+    from mhc.eval.compare.__main__ import compare
 
     with contextlib.redirect_stderr(io.StringIO()):
         report = compare([folder])
@@ -130,7 +130,8 @@ def compared(folder: Path) -> dict[str, Any]:
 
 def scored(run: Path) -> dict[str, Any]:
     """Return what eval.perplexity says of the last checkpoint on all of the corpus' validation split."""
-    from eval import checkpoints, perplexity
+    from mhc.eval.common import checkpoints
+    from mhc.eval.perplexity import __main__ as perplexity
 
     checkpoint = checkpoints.load(str(run), devices=jax.devices()[:1])
     corpus = perplexity.packed(checkpoint.config, "validation", rows=0, batch_size=4)

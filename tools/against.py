@@ -75,7 +75,7 @@ FIELDS: dict[str, Any] = {
 # What newer code says otherwise on purpose, with a word of the source that says so: a run of few steps is not judged.
 CHANGED = {f"summary.{name}": "judged_steps" for name in ("spike_score_", "spikes", "judged_steps")}
 # Fields that newer code needs to be told to do what older code did, with a word of its source that tells it has them.
-AS_BEFORE: dict[str, tuple[Any, str]] = {"validation.rule": ("first", "def keep_rule(")}
+AS_BEFORE: dict[str, tuple[Any, str]] = {"validation.rule": ("first", 'choices=("spread", "first")')}
 
 
 class Failed(Exception):
@@ -335,8 +335,8 @@ class Verdict(NamedTuple):
 
 def as_before(root: Path) -> dict[str, Any]:
     """Return the fields under which the code at hand does what the code in ``root`` does without having them."""
-    config = root / "mhc" / "config.py"
-    source = config.read_text("utf-8") if config.is_file() else ""
+    files = [root / "mhc" / "config.py", *(root / "mhc" / "config").glob("*.py")]  # a module once, now a package
+    source = "".join(file.read_text("utf-8") for file in files if file.is_file())
     return {name: value for name, (value, word) in AS_BEFORE.items() if word not in source}
 
 

@@ -24,11 +24,12 @@ import numpy as np
 
 from mhc import cli
 from mhc.config import Config, shares
-from mhc.data import orders, pipeline, tokenizers
-from mhc.data.fidelity import reason, share_lost
-from mhc.data.fidelity import said as share_said
-from mhc.data.packing import Batch
-from mhc.data.sources import Split, parts
+from mhc.data import pipeline, tokenizers
+from mhc.data.corpus.fidelity import reason, share_lost
+from mhc.data.corpus.fidelity import said as share_said
+from mhc.data.corpus.sources import Split, parts
+from mhc.data.rows.encoding import encoder, open_corpus
+from mhc.data.rows.packing import Batch
 from mhc.data.tokenizers import Tokenizer
 from mhc.errors import UserError
 
@@ -105,8 +106,8 @@ class Lengths(NamedTuple):
 def lengths(config: Config, split: Split, most: int, tell: Any = lambda done, total: None) -> Lengths:
     """Of ``most`` documents, evenly over the split; 0: of all."""
     tokenizer = tokenizers.load(config.data.tokenizer)
-    source = orders.open_corpus(config.data, tokenizer, split)
-    encode = orders.encoder(source, tokenizer)
+    source = open_corpus(config.data, tokenizer, split)
+    encode = encoder(source, tokenizer)
     count = len(source)
     chosen = range(count) if most == 0 or count <= most else np.linspace(0, count - 1, most).astype(int).tolist()
     tokens, size = [], []

@@ -5,13 +5,15 @@ another without end: one global order. Row r of a batch of B rows is a stream of
 r + 2B, … of that order. So the batches depend on the corpus, the seed, T and B alone: a process takes the rows that its
 devices hold of the same global batch, and a state merged from all can be restored by another number of processes.
 
-State. Two integers a row: the position of its document, and the pairs already taken from it (see `mhc.data.packing`).
+State. Two integers a row: the position of its document, and the pairs already taken from it (see
+`mhc.data.rows.packing`).
 
 Mixtures. Every source has an order of its own, and a row a stream in each of them; which one its next sequence comes
-from depends on the seed, the row and the number of the batch (`mhc.data.mixture`). The state has two integers a row and
-source, and that number.
+from depends on the seed, the row and the number of the batch (`mhc.data.rows.mixture`). The state has two integers a
+row and source, and that number.
 
-Worker processes take their share of the rows (`mhc.data.workers`); neither order nor state depends on their number.
+Worker processes take their share of the rows (`mhc.data.rows.workers`). Neither order nor state depends on how many
+there are.
 """
 
 from __future__ import annotations
@@ -25,16 +27,19 @@ import grain
 import numpy as np
 
 from mhc.config import DataConfig
-from mhc.data.fidelity import share_lost
-from mhc.data.files import TextFiles, TokenFiles, piece_size
-from mhc.data.mixture import Assignment
-from mhc.data.orders import Encode, fingerprint, open_corpus, open_orders
-from mhc.data.packed import PLACES, PackedDataset, Packing
-from mhc.data.packing import Batch, Pieces, empty_batch, fill_row
-from mhc.data.sources import Source, parts
-from mhc.data.spread import Rows
+from mhc.data.corpus.fidelity import share_lost
+from mhc.data.corpus.pieces import Pieces, piece_size
+from mhc.data.corpus.sources import Source, parts
+from mhc.data.corpus.text import TextFiles
+from mhc.data.corpus.token_ids import TokenFiles
+from mhc.data.rows.encoding import Encode, open_corpus
+from mhc.data.rows.iterator import PLACES, PackedDataset, Packing
+from mhc.data.rows.mixture import Assignment
+from mhc.data.rows.order import fingerprint, open_orders
+from mhc.data.rows.packing import Batch, empty_batch, fill_row
+from mhc.data.rows.spread import Rows
+from mhc.data.rows.workers import SharedDataset, Worker
 from mhc.data.tokenizers import Tokenizer
-from mhc.data.workers import SharedDataset, Worker
 from mhc.errors import UserError
 
 _STATE_FORMAT = 2  # 1 had the rows as [first, last + 1]
@@ -238,7 +243,7 @@ class ValidationBatches:
 
     @functools.cached_property
     def lost(self) -> float:
-        """The share of the text's bytes that the tokeniser loses, by `mhc.data.fidelity`."""
+        """The share of the text's bytes that the tokeniser loses, by `mhc.data.corpus.fidelity`."""
         return share_lost(self._source, self._tokenizer)
 
     def said(self, name: str = "") -> str:
@@ -313,8 +318,8 @@ def validation_sets(
 ) -> dict[str, ValidationBatches]:
     """The validation sets by name, each of at most ``batches`` batches (0: all of it); one alone is called "".
 
-    ``count`` rows in place of ``batches``: the first ones, or ``spread`` by `mhc.data.spread`, whatever the batch size.
-    In each the documents are in order, and no token is a target twice; of a whole set every token but bos is one.
+    ``count`` rows in place of ``batches``: the first ones, or ``spread`` by `mhc.data.rows.spread`, whatever the batch
+    size. In each the documents are in order, and no token is a target twice; of a whole set every token but bos is one.
     ``rows`` is as for `train_iterator`. The last batch is padded with rows and places of weight 0, so that every
     process has as many batches. Raises UserError as `train_iterator`, but a split shorter than a sequence is no error.
     """

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from mhc import cli
 from mhc.config import DataConfig, shares
-from mhc.data.sources import documents
+from mhc.data.corpus.sources import documents
 from mhc.errors import UserError
 
 BOS, EOS = "<s>", "</s>"

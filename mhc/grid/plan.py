@@ -218,7 +218,7 @@ def store(plan: Plan, workdir: Path) -> Plan:
         if (workdir / FILE).is_file():
             old = read(workdir)
             if any(begun(workdir / arm) for arm in old.arms):
-                validation = configs.keep_rule(old.base["validation"], plan.base["validation"])
+                validation = configs.kept_validation(old.base["validation"], plan.base["validation"])
                 plan = dataclasses.replace(plan, base={**plan.base, "validation": validation})
                 _check_same(old, plan, workdir)
                 plan = dataclasses.replace(plan, arms={**plan.arms, **old.arms})
@@ -230,7 +230,7 @@ def _check_same(old: Plan, new: Plan, workdir: Path) -> None:
     if old.name != new.name:
         raise UserError(f"--workdir {workdir}: it holds the grid {old.name}, given: {new.name}; name another folder")
     try:
-        configs.check_resume(configs.from_config_dict(configs.as_stored(old.base)), configs.from_config_dict(new.base))
+        configs.check_resume(configs.from_config_dict(configs.upgraded(old.base)), configs.from_config_dict(new.base))
     except UserError as error:
         raise UserError(f"--workdir {workdir}: {error}") from None
 

@@ -20,6 +20,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from mhc.kernels.presets import check_sinkhorn
+
 # Above this spread of logits (in nats) float32 underflows on the way, so Sinkhorn runs on logarithms instead.
 LINEAR_SPREAD = 30.0
 
@@ -71,14 +73,11 @@ class _Plan(NamedTuple):
 
 
 def _plan(preset: str, iters: int, eps: float) -> _Plan:
-    if iters < 1:
-        raise ValueError(f"iters must be at least 1, got {iters}")
+    check_sinkhorn(preset, iters, eps)
     if preset == "paper":
         return _Plan((), (0, 1), iters, 0.0, False)
-    if preset == "deepseek":
-        # Its first row division is the softmax, already in the starting matrix. Every entry stays above eps.
-        return _Plan((0,), (1, 0), iters - 1, eps, eps >= math.exp(-LINEAR_SPREAD))
-    raise ValueError(f"unknown Sinkhorn preset {preset!r}; allowed: paper, deepseek")
+    # The first row division of `deepseek` is the softmax, already in the starting matrix. Every entry stays above eps.
+    return _Plan((0,), (1, 0), iters - 1, eps, eps >= math.exp(-LINEAR_SPREAD))
 
 
 def _log_start(logits: jax.Array, preset: str, eps: float) -> jax.Array:
@@ -101,7 +100,7 @@ def sinkhorn(logits: jax.Array, iters: int, preset: str, eps: float) -> jax.Arra
     otherwise. The backward pass keeps only the result and the sums divided by, and walks the iterates back from them.
 
     Raises:
-      ValueError: ``iters`` < 1 or an unknown preset.
+      ValueError: ``iters`` < 1, a negative ``eps`` or an unknown preset.
     """
     return _sinkhorn_forward(logits, iters, preset, eps)[0]
 

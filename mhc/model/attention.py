@@ -20,8 +20,8 @@ import numpy as np
 from flax import nnx
 from jax.sharding import PartitionSpec
 
-from mhc import sharding
-from mhc.config import Config, implementation_lacks
+from mhc import attention_impls, sharding
+from mhc.config import Config
 from mhc.model.layers import kept, kernel, zeros
 from mhc.model.memory import Memory, links
 from mhc.model.norms import RMSNorm
@@ -285,7 +285,7 @@ def choose_implementation(config: Config) -> str:
     """The implementation that ``attention.impl`` stands for: by platform, and never one that lacks what the mask, the
     bias, the cap or the widths need. The choice is logged once."""
     platform = "tpu" if sharding.compiles_for_tpu() else jax.default_backend()
-    lacks = tuple((impl, implementation_lacks(config, impl)) for impl in ("sdpa", "flash"))
+    lacks = tuple((impl, attention_impls.lacks(impl, config.attention_needs)) for impl in ("sdpa", "flash"))
     return _choose(config.attention.impl, platform, config.model.dtype, lacks)
 
 

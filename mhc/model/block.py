@@ -41,6 +41,9 @@ class SublayerView(NamedTuple):
     memory: Memory  # before F
 
 
+SCOPES = ("attention", "feed_forward")
+"""The names of a block's two sublayers in the metadata of compiled programs, beside ``read`` and ``write``."""
+
 # What it returns is stacked over depth. Its keys may differ between attention and feed-forward, not between blocks.
 Observer = Callable[[SublayerView], dict[str, jax.Array]]
 
@@ -173,14 +176,17 @@ class Block(nnx.Module):
         state, memory = carry
         sublayers = ((self.attention_residual, self.attention), (self.mlp_residual, self.mlp))
         for number, (connection, sublayer) in enumerate(sublayers):
-            u, maps = connection.read(state)
+            with jax.named_scope("read"):
+                u, maps = connection.read(state)
             before = memory
-            if number == 0:
-                y, memory = attention(u, memory)
-            else:
-                y = feed_forward(u)
-            y = y if edits is None else edits.output(y, number)
-            state = laid_out(topology, connection.write(state, y, maps), u.shape)
+            with jax.named_scope(SCOPES[number]):
+                if number == 0:
+                    y, memory = attention(u, memory)
+                else:
+                    y = feed_forward(u)
+                y = y if edits is None else edits.output(y, number)
+            with jax.named_scope("write"):
+                state = laid_out(topology, connection.write(state, y, maps), u.shape)
             if look is not None:
                 settled = topology.settle(state)
                 look(number, SublayerView(topology, connection, maps, sublayer, (), u, y, settled, None, before))

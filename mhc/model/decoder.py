@@ -33,7 +33,7 @@ from mhc.model.cache import (
     slots_of,
 )
 from mhc.model.edits import Edits
-from mhc.model.layers import Embedding, Head, kernel
+from mhc.model.layers import Embedding, Head, kernel, output_logits
 from mhc.model.memory import Memory
 from mhc.model.norms import make_norm
 from mhc.model.positions import sinusoidal
@@ -117,15 +117,21 @@ class Decoder(nnx.Module):
         """The learned biases of attention's logits [buckets, H], if any."""
         return self.positions.bias[...] if self.config.positions.kind == "relative_bias" else None
 
+    @property
+    def head_weight(self) -> jax.Array:
+        """The weight of the output logits: the head's [D, V], or the embedding's [V, D] where head.tied."""
+        return self.embed.table[...] if self.config.head.tied else self.head.kernel[...]
+
     def embed_tokens(self, tokens: Int[Array, "B T"], positions: Int[Array, "B T"]) -> Float[Array, "B T D"]:
-        """What the topology's streams start from, in the compute dtype."""
+        """Return what the topology's streams start from, in the compute dtype."""
         dtype = jnp.dtype(self.config.model.dtype)
-        x = self.embed(tokens, dtype)
-        if self.config.positions.kind == "learned":
-            x = x + sharding.whole_rows(self.positions.table[...].astype(dtype), "positions")[positions]
-        elif self.config.positions.kind == "sinusoidal":
-            x = x + sinusoidal(positions, self.config.model.width).astype(dtype)
-        return self.embed_norm(x) if self.config.norm.embedding else x
+        with jax.named_scope("embed"):
+            x = self.embed(tokens, dtype)
+            if self.config.positions.kind == "learned":
+                x = x + sharding.whole_rows(self.positions.table[...].astype(dtype), "positions")[positions]
+            elif self.config.positions.kind == "sinusoidal":
+                x = x + sinusoidal(positions, self.config.model.width).astype(dtype)
+            return self.embed_norm(x) if self.config.norm.embedding else x
 
     def forward(
         self,
@@ -320,13 +326,8 @@ class Decoder(nnx.Module):
 
     def logits(self, h: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
         """Float32 logits of final hidden states, capped by head.softcap."""
-        if self.config.head.tied:
-            table = self.embed.table[...].astype(h.dtype)
-            logits = jnp.einsum("btd,vd->btv", h, table, preferred_element_type=jnp.float32)
-        else:
-            logits = self.head(h)
-        cap = self.config.head.softcap
-        return logits if cap is None else cap * jnp.tanh(logits / cap)
+        head = self.config.head
+        return output_logits(h, self.head_weight, tied=head.tied, softcap=head.softcap)
 
     def __call__(
         self,

@@ -62,14 +62,25 @@ class Embedding(nnx.Module):
 
 
 class Head(nnx.Module):
-    """Output projection [D, V] to float32 logits."""
+    """Holds the output projection [D, V] of an untied head."""
 
     def __init__(self, config: Config, *, key: PathKey):
         d = config.model.width
         self.kernel = kernel(config, key / "kernel", (d, config.vocab_size), d)
 
-    def __call__(self, h: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
-        return jnp.einsum("btd,dv->btv", h, self.kernel[...].astype(h.dtype), preferred_element_type=jnp.float32)
+
+def output_logits(
+    h: Float[Array, "B T D"], weight: jax.Array, *, tied: bool, softcap: float | None
+) -> Float[Array, "B T V"]:
+    """Return float32 logits of hidden states before the head: cap * tanh(h W / cap), or h W without a cap.
+
+    Args:
+      weight: the head's [D, V], or with ``tied`` the embedding's [V, D]. It is multiplied in the dtype of ``h``.
+    """
+    with jax.named_scope("logits"):
+        equation = "btd,vd->btv" if tied else "btd,dv->btv"
+        logits = jnp.einsum(equation, h, weight.astype(h.dtype), preferred_element_type=jnp.float32)
+        return logits if softcap is None else softcap * jnp.tanh(logits / softcap)
 
 
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {

@@ -1,1 +1,5 @@
 """What a run measures about itself: probes, detectors of instability, and the writers that keep the record."""
+
+from mhc.extras import require_train
+
+require_train(__name__)

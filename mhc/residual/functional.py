@@ -2,7 +2,8 @@
 
 Shapes: ``N`` streams, ``D`` model width, ``R`` residual logits, ``S`` sublayers in depth order; ``...`` any leading
 axes (batch and tokens). Every function computes in ``promote_types(input, float32)``, so bfloat16 streams are read in
-float32 and float64 stays float64.
+float32 and float64 stays float64. Every function raises ValueError for an array of another shape than it names, and
+TypeError for one that holds no real numbers.
 
 One sublayer F with its maps is
 
@@ -23,12 +24,12 @@ from typing import TYPE_CHECKING, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from mhc.residual.arrays import check_square, wide
+from mhc.kernels.presets import SINKHORN_PRESETS, check_sinkhorn
+from mhc.residual.arrays import check_axes, check_leading, check_square, check_streams, named, promoted
 from mhc.residual.mixing import Mixing, mixing_of
 from mhc.residual.mixing.kronecker import kronecker_mixture
 from mhc.residual.mixing.permutations import permutation_mixture
-from mhc.residual.mixing.sinkhorn import PRESETS as SINKHORN_PRESETS
-from mhc.residual.mixing.sinkhorn import check_preset, sinkhorn
+from mhc.residual.mixing.sinkhorn import sinkhorn
 
 if TYPE_CHECKING:
     from jax.typing import ArrayLike
@@ -75,8 +76,8 @@ def residual_logits(kind: str, n: int) -> int:
     Raises:
       ValueError: unknown kind, or an N that the kind does not have (mhc_lite: at most 5, kromhc: powers of two).
     """
-    if n < 1:
-        raise ValueError(f"n must be at least 1, got {n}")
+    if isinstance(n, bool) or not hasattr(n, "__index__") or n < 1:
+        raise ValueError(f"n must be at least 1 and a whole number, got {n!r}")
     return mixing_of(kind).logits(n)
 
 
@@ -103,16 +104,23 @@ def hc_maps(
 
     Returns:
       Maps, float32 or wider.
+
+    Raises:
+      ValueError: a parameter is missing or misshapen.
     """
+    static, weights = ("b_pre", "b_post", "b_res"), ("w_pre", "w_post", "w_res")
+    names = static if not dynamic else (*weights, *static, "alpha")
+    x, *arrays = promoted(x=x, **named(params, names, "hc_maps"))
+    n, d = check_streams("x", x)
+    shapes = {
+        **{"w_pre": [("D", d)], "w_post": [("D", d)], "w_res": [("D", d), ("N", n)], "alpha": [("gates", 3)]},
+        **{"b_pre": [("N", n)], "b_post": [("N", n)], "b_res": [("N", n), ("N", n)]},
+    }
+    for name, array in zip(names, arrays, strict=True):
+        check_axes(name, array, *shapes[name], leading=False)
     if not dynamic:
-        x, b_pre, b_post, b_res = wide(x, *(params[k] for k in ("b_pre", "b_post", "b_res")))
-        lead = x.shape[:-2]
-        return Maps(*(jnp.broadcast_to(b, lead + b.shape) for b in (b_pre, b_post, b_res)))
-    names = ("w_pre", "w_post", "w_res", "b_pre", "b_post", "b_res", "alpha")
-    x, w_pre, w_post, w_res, b_pre, b_post, b_res, alpha = wide(x, *(params[k] for k in names))
-    n = x.shape[-2]
-    if b_res.shape != (n, n):
-        raise ValueError(f"b_res must be [N, N] = {(n, n)}, got {b_res.shape}")
+        return Maps(*(jnp.broadcast_to(b, x.shape[:-2] + b.shape) for b in arrays))
+    w_pre, w_post, w_res, b_pre, b_post, b_res, alpha = arrays
     squash = jnp.tanh if tanh else (lambda z: z)
     m = x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + rms_eps)
     pre = alpha[0] * squash(m @ w_pre) + b_pre
@@ -153,14 +161,10 @@ def mhc_maps(
     Raises:
       ValueError: unknown kind or preset, an N the kind does not have, or misshapen parameters.
     """
-    x, phi, alpha, bias = wide(x, params["phi"], params["alpha"], params["bias"])
-    n, d = x.shape[-2:]
+    x, phi, alpha, bias = promoted(x=x, **named(params, ("phi", "alpha", "bias"), "mhc_maps"))
+    n, d = check_streams("x", x)
     r = residual_logits(kind, n)
-    if phi.shape != (n * d, 2 * n + r) or bias.shape != (2 * n + r,):
-        raise ValueError(
-            f"{kind} with N={n}, D={d} takes phi [{n * d}, {2 * n + r}] and bias [{2 * n + r}], "
-            f"got {phi.shape} and {bias.shape}"
-        )
+    check_axes(f"phi of {kind} with N={n}, D={d}", phi, ("N*D", n * d), ("2N+R", 2 * n + r), leading=False)
     # The norm is one scalar a token, so it is applied after the matmul. (N, D) is contracted without a reshape of x,
     # which would gather a width sharded over a tensor-parallel mesh.
     scale = jax.lax.rsqrt(jnp.mean(x * x, axis=(-2, -1)) + rms_eps)
@@ -175,18 +179,24 @@ def mhc_maps(
     )
 
 
-def mhc_logits(raw: jax.Array, alpha: jax.Array, bias: jax.Array, n: int) -> jax.Array:
+def mhc_logits(raw: ArrayLike, alpha: ArrayLike, bias: ArrayLike, n: int) -> jax.Array:
     """Return alpha_k raw_k + b_k: raw [..., 2N+R], alpha [3], bias [2N+R] -> logits [..., 2N+R]."""
+    raw, alpha, bias = promoted(raw=raw, alpha=alpha, bias=bias)
+    check_axes("alpha", alpha, ("gates", 3), leading=False)
+    if not raw.ndim:
+        raise ValueError("raw must be [..., 2N+R], got shape ()")
+    check_axes("bias", bias, ("2N+R", raw.shape[-1]), leading=False)
     return raw * jnp.repeat(alpha, jnp.array([n, n, raw.shape[-1] - 2 * n]), total_repeat_length=raw.shape[-1]) + bias
 
 
 def maps_from_logits(
-    logits: jax.Array, *, kind: str, preset: str, iters: int, map_eps: float, sinkhorn_eps: float
+    logits: ArrayLike, *, kind: str, preset: str, iters: int, map_eps: float, sinkhorn_eps: float
 ) -> Maps:
     """Return the kind's maps from its logits [..., 2N+R]; see ``mhc_maps``."""
-    check_preset(preset)
+    check_sinkhorn(preset)
     mixing = mixing_of(kind, sinkhorn=preset, iters=iters, sinkhorn_eps=sinkhorn_eps)
-    n = streams_of(mixing, logits.shape[-1])
+    (logits,) = promoted(logits=logits)
+    n = streams_of(mixing, logits.shape[-1] if logits.ndim else 0)
     pre, post, res = logits[..., :n], logits[..., n : 2 * n], logits[..., 2 * n :]
     pre = jax.nn.sigmoid(pre) + (map_eps if preset == "deepseek" else 0.0)
     return Maps(pre, 2.0 * jax.nn.sigmoid(post), mixing.reference(res, n))
@@ -203,7 +213,10 @@ def streams_of(mixing: Mixing, logits: int) -> int:
 
 def read(x: ArrayLike, pre: ArrayLike) -> jax.Array:
     """Return u = sum_j pre[j] x_j: x [..., N, D], pre [..., N] -> u [..., D]."""
-    x, pre = wide(x, pre)
+    x, pre = promoted(x=x, pre=pre)
+    n, _ = check_streams("x", x)
+    check_axes("pre", pre, ("N", n))
+    check_leading(x=x.shape[:-2], pre=pre.shape[:-1])
     return jnp.einsum("...nd,...n->...d", x, pre)
 
 
@@ -211,14 +224,13 @@ def write(x: ArrayLike, y: ArrayLike, post: ArrayLike, res: ArrayLike) -> jax.Ar
     """Return x'_i = sum_j res[i, j] x_j + post[i] y.
 
     x [..., N, D], y [..., D], post [..., N], res [..., N, N] -> x' [..., N, D].
-
-    Raises:
-      ValueError: res not [..., N, N] with the N of x.
     """
-    x, y, post, res = wide(x, y, post, res)
-    check_square("res", res.shape)
-    if res.shape[-1] != x.shape[-2]:
-        raise ValueError(f"res is {res.shape[-1]}x{res.shape[-1]} but x has {x.shape[-2]} streams")
+    x, y, post, res = promoted(x=x, y=y, post=post, res=res)
+    n, d = check_streams("x", x)
+    check_axes("y", y, ("D", d))
+    check_axes("post", post, ("N", n))
+    check_axes("res", res, ("N", n), ("N", n))
+    check_leading(x=x.shape[:-2], y=y.shape[:-1], post=post.shape[:-1], res=res.shape[:-2])
     return jnp.einsum("...ij,...jd->...id", res, x) + post[..., :, None] * y[..., None, :]
 
 
@@ -233,10 +245,12 @@ def collapse_head(
     Returns:
       [..., D], float32 or wider.
     """
-    x, fn, base, scale = wide(x, fn, base, scale)
-    n, d = x.shape[-2:]
-    if fn.shape != (n * d, n):
-        raise ValueError(f"fn must be [N*D, N] = {(n * d, n)}, got {fn.shape}")
+    x, fn, base, scale = promoted(x=x, fn=fn, base=base, scale=scale)
+    n, d = check_streams("x", x)
+    check_axes("fn", fn, ("N*D", n * d), ("N", n), leading=False)
+    check_axes("base", base, ("N", n), leading=False)
+    if scale.shape not in ((), (1,)):
+        raise ValueError(f"scale must be () or [1], got shape {scale.shape}")
     norm = jax.lax.rsqrt(jnp.mean(x * x, axis=(-2, -1)) + rms_eps)
     raw = jnp.einsum("...nd,ndm->...m", x, fn.reshape(n, d, n)) * norm[..., None]
     return read(x, jax.nn.sigmoid(scale * raw + base) + map_eps)
@@ -245,7 +259,7 @@ def collapse_head(
 def single_gains(res: ArrayLike) -> Gains:
     """Return the gains of each map alone, [..., N, N] -> [...]: max_i |sum_j H[i, j]| forward, max_j |sum_i H[i, j]|
     backward."""
-    (res,) = wide(res)
+    (res,) = promoted(res=res)
     check_square("res", res.shape)
     return Gains(jnp.max(jnp.abs(jnp.sum(res, -1)), -1), jnp.max(jnp.abs(jnp.sum(res, -2)), -1))
 
@@ -261,10 +275,8 @@ def composite_gains(res: ArrayLike) -> Gains:
     Returns:
       Gains, [S, ...] each.
     """
-    (res,) = wide(res)
-    check_square("res", res.shape)
-    if res.ndim < 3:
-        raise ValueError(f"res must be [S, ..., N, N], got shape {res.shape}")
+    (res,) = promoted(res=res)
+    _check_stack(res)
 
     # A product's row sums are its product with the all-ones vector, so vectors suffice: no N x N products.
     def forward(v: jax.Array, h: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -281,8 +293,8 @@ def composite_gains(res: ArrayLike) -> Gains:
 
 def composite_maps(res: ArrayLike) -> jax.Array:
     """Return the products H_k ... H_1 H_0 of every depth k: res [S, ..., N, N] in depth order -> [S, ..., N, N]."""
-    (res,) = wide(res)
-    check_square("res", res.shape)
+    (res,) = promoted(res=res)
+    _check_stack(res)
 
     def multiply(product: jax.Array, h: jax.Array) -> tuple[jax.Array, jax.Array]:
         product = jnp.einsum("...ij,...jk->...ik", h, product)
@@ -290,3 +302,10 @@ def composite_maps(res: ArrayLike) -> jax.Array:
 
     identity = jnp.broadcast_to(jnp.eye(res.shape[-1], dtype=res.dtype), res.shape[1:])
     return jax.lax.scan(multiply, identity, res)[1]
+
+
+def _check_stack(res: jax.Array) -> None:
+    """Refuse what is no stack of maps [S, ..., N, N]. Raises ValueError."""
+    check_square("res", res.shape)
+    if res.ndim < 3:
+        raise ValueError(f"res must be [S, ..., N, N], got shape {res.shape}")

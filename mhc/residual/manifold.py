@@ -10,8 +10,9 @@ import jax.numpy as jnp
 from flax import nnx
 
 from mhc import kernels
+from mhc.kernels.presets import check_sinkhorn
 from mhc.residual.mixing import Mixing, configured
-from mhc.residual.mixing.sinkhorn import Sinkhorn, check_preset
+from mhc.residual.mixing.sinkhorn import Sinkhorn
 from mhc.residual.runner import Runner
 from mhc.residual.streams import StreamConnection, StreamTopology, TokenMaps
 from mhc.rng import PathKey, path_key
@@ -90,7 +91,7 @@ class ManifoldHyperConnections(StreamTopology):
         map_eps: float = 1e-6,
         **of_mixing: Any,
     ):
-        check_preset(sinkhorn)
+        check_sinkhorn(sinkhorn)
         super().__init__(width, 4 if n is None else n, collapse or "mean", rms_eps=rms_eps, map_eps=map_eps, rngs=rngs)
         self.mixing = configured(mixing, {"sinkhorn": sinkhorn, "sublayers": sublayers, **of_mixing})
         self.init, self.alpha, self.res_gap, self.preset = init or "home", alpha, res_gap, sinkhorn

@@ -37,7 +37,8 @@ class StreamConnection(Connection):
     def read(self, state: jax.Array) -> tuple[jax.Array, TokenMaps]:
         if state.ndim < 2 or state.shape[-2] != self.n:
             raise ValueError(f"the state must be streams [..., N={self.n}, D], got shape {state.shape}: expand first")
-        maps = self.token_maps(state)
+        with jax.named_scope("maps"):  # a trace tells it from the rest of the read
+            maps = self.token_maps(state)
         return kernels.read(state, maps.pre), maps
 
     def write(self, state: jax.Array, y: jax.Array, context: TokenMaps) -> jax.Array:

@@ -1,1 +1,5 @@
 """Training: the loop, the compiled step, optimisers, checkpoints."""
+
+from mhc.extras import require_train
+
+require_train(__name__)

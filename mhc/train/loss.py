@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec
 from mhc import sharding
 from mhc.config import Config
 from mhc.model.decoder import Decoder
+from mhc.model.layers import output_logits
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int
@@ -58,10 +59,7 @@ def _sums(
         pad = [(0, 0), (0, 0)]
         pad[axis] = (0, options.columns - vocabulary)
         weight = jnp.pad(weight, pad)
-    equation = "btd,vd->btv" if options.tied else "btd,dv->btv"
-    logits = jnp.einsum(equation, h, weight, preferred_element_type=jnp.float32)
-    if options.softcap is not None:
-        logits = options.softcap * jnp.tanh(logits / options.softcap)
+    logits = output_logits(h, weight, tied=options.tied, softcap=options.softcap)
     if options.columns > vocabulary:
         logits = jnp.where(jnp.arange(options.columns) < vocabulary, logits, jnp.finfo(logits.dtype).min)
     log_z = jax.nn.logsumexp(logits, axis=-1)
@@ -181,7 +179,7 @@ def cross_entropy(
     """
     config, mesh = decoder.config, sharding.current_mesh()
     member = jnp.zeros((h.shape[0], 0)) if member is None else member
-    weight = decoder.embed.table[...] if config.head.tied else decoder.head.kernel[...]
+    weight = decoder.head_weight
     shards = math.prod(mesh.shape[axis] for axis in sharding.BATCH_AXES) if mesh is not None else 1
     split = mesh.shape["tensor"] if mesh is not None else 1
     columns = -(-config.vocab_size // split) * split

@@ -19,10 +19,11 @@ from jax.sharding import Mesh
 from mhc import chips, distributed, provenance, remote, stdio
 from mhc import config as configs
 from mhc.config import Config, shares
-from mhc.data import fidelity, pipeline, tokenizers
-from mhc.data.places import may_match
-from mhc.data.prepared import manifest_hash
+from mhc.data import pipeline, tokenizers
+from mhc.data.corpus import fidelity
+from mhc.data.shards.manifest import manifest_hash
 from mhc.data.tokenizers import Tokenizer
+from mhc.data.user_files.globs import may_match
 from mhc.errors import UserError
 from mhc.files import append_jsonl, read_json, write_json
 from mhc.model.decoder import DecoderDefinition
@@ -149,10 +150,10 @@ class Run:
         self.tokenizer: Tokenizer = tokenizers.load(config.data.tokenizer)
         stored = remote.read(self.place / "config.json")
         before = None if stored is None else configs.from_json(stored.decode(), self.place / "config.json")
-        config = config if before is None else configs.going_on(before, config)
+        config = config if before is None else configs.keep_validation_rule(before, config)
         self.config = configs.resolve(config, self.tokenizer.vocab_size)
         if before is not None:
-            self.config = configs.keeping(before, self.config)
+            self.config = configs.keep_history(before, self.config)
         _check_apart(self.config, self.place)
         self.mesh: Mesh = make_mesh(self.config.mesh, None if devices is None else list(devices))
         train = self.config.train

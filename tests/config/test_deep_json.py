@@ -10,11 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from eval import prompts, regression
 from mhc import config, provenance
 from mhc.data import tokenizers
-from mhc.data.prepared import MANIFEST, Prepared
+from mhc.data.corpus.prepared import Prepared
+from mhc.data.shards.manifest import MANIFEST
 from mhc.errors import UserError
+from mhc.eval.common import prompts
+from mhc.eval.regression import __main__ as regression
 from mhc.files import read_json, read_jsonl
 from mhc.grid import folder as grid_folder
 from mhc.interop import HfFolder

@@ -16,12 +16,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eval import compare, perplexity
 from mhc import cli
 from mhc.config import DataConfig
-from mhc.data import fidelity, inspect, orders, prepare, tokenizers
+from mhc.data import inspect, tokenizers
+from mhc.data.corpus import fidelity
 from mhc.data.pipeline import train_iterator, validation_batches
+from mhc.data.prepare import __main__ as prepare
+from mhc.data.rows.encoding import open_corpus
 from mhc.errors import UserError
+from mhc.eval.compare import __main__ as compare
+from mhc.eval.perplexity import __main__ as perplexity
 from mhc.files import read_json, read_jsonl
 from tests.small_runs import config, run
 
@@ -49,7 +53,7 @@ def data_of(tmp_path: Path, name: str, source: str, **changes: Any) -> DataConfi
 
 def share(data: DataConfig) -> float:
     tokenizer = tokenizers.load(data.tokenizer)
-    return fidelity.share_lost(orders.open_corpus(data, tokenizer, "validation"), tokenizer)
+    return fidelity.share_lost(open_corpus(data, tokenizer, "validation"), tokenizer)
 
 
 # Bytes that are lost --------------------------------------------------------------------------------------------------
@@ -161,7 +165,7 @@ def test_a_prepared_folder_knows_what_was_lost(
         lost = read_json(out / "manifest.json").get("lost", 0.0)
         data = DataConfig(source=f"prepared:{out}", tokenizer=name, sequence_length=16)
         tokenizer = tokenizers.load(name)
-        opened = orders.open_corpus(data, tokenizer, "train")
+        opened = open_corpus(data, tokenizer, "train")
         assert fidelity.share_lost(opened, tokenizer) == lost
         if name == LOSSY_NAME:
             assert lost > 0.02 and WHY in capsys.readouterr().err

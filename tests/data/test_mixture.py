@@ -16,12 +16,13 @@ import jax
 import numpy as np
 import pytest
 
-from eval import checkpoints, perplexity
 from mhc.config import Config, shares
 from mhc.data import pipeline, tokenizers
-from mhc.data.mixture import Assignment
-from mhc.data.sources import open_source, parts
+from mhc.data.corpus.sources import open_source, parts
+from mhc.data.rows.mixture import Assignment
 from mhc.errors import UserError
+from mhc.eval.common import checkpoints
+from mhc.eval.perplexity import __main__ as perplexity
 from mhc.files import read_jsonl
 from tests.small_runs import assert_equal_runs, config, run
 

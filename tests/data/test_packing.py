@@ -6,7 +6,8 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mhc.data.packing import Batch, Document, DocumentStream, Piece, Pieces, empty_batch, fill_row
+from mhc.data.corpus.pieces import Piece, Pieces
+from mhc.data.rows.packing import Batch, Document, DocumentStream, empty_batch, fill_row
 
 BOS, EOS = 1_000_000, 1_000_001
 

@@ -16,10 +16,11 @@ from hypothesis import strategies as st
 
 from mhc.config import DataConfig
 from mhc.data import tokenizers
-from mhc.data.files import TextFiles, piece_size
-from mhc.data.packing import Batch, Pieces
+from mhc.data.corpus.pieces import Pieces, piece_size
+from mhc.data.corpus.sources import documents, open_source
+from mhc.data.corpus.text import TextFiles
 from mhc.data.pipeline import TrainIterator, merge_states, train_iterator, validation_batches
-from mhc.data.sources import documents, open_source
+from mhc.data.rows.packing import Batch
 from mhc.errors import UserError
 
 BYTES = tokenizers.load("bytes")

@@ -21,8 +21,9 @@ import pytest
 import zstandard
 
 from mhc.config import DataConfig
-from mhc.data import places
-from mhc.data.sources import Split, documents, open_source
+from mhc.data.corpus.sources import Split, documents, open_source
+from mhc.data.user_files import local_copies
+from mhc.data.user_files.globs import Place
 from mhc.errors import UserError
 from tests.object_store import ObjectStore, serving
 
@@ -127,12 +128,12 @@ def test_a_changed_file_is_copied_again_and_an_unchanged_one_is_not(
     data = config(tmp_path, f"text:{path}")
     first = split(data)
     with monkeypatch.context() as patch:
-        patch.setattr(places, "_unpack", None)
+        patch.setattr(local_copies, "_unpack", None)
         assert split(data) == first
     path.write_bytes(parquet(compression="none"))
     changed = dataclasses.replace(data, field="id")
     for again in (data, changed):  # another column is another copy, too
-        monkeypatch.setattr(places, "_unpack", lambda place, *_: pytest.fail(str(place)))
+        monkeypatch.setattr(local_copies, "_unpack", lambda place, *_: pytest.fail(str(place)))
         with pytest.raises(pytest.fail.Exception, match=r"a\.parquet"):
             split(again)
 
@@ -146,11 +147,11 @@ def test_a_parquet_file_is_read_in_bounded_memory(tmp_path: Path) -> None:
         file.write_table(pyarrow.table({"text": [f"{number} {text}" for number in range(5000)]}))
     program = (
         "import resource, sys\nfrom pathlib import Path\nimport pyarrow.parquet\n"
-        "from mhc.config import DataConfig\nfrom mhc.data import places\n"
+        "from mhc.config import DataConfig\nfrom mhc.data.user_files import globs, local_copies\n"
         "peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10\n"
         "before = peak()\n"
-        "place = places.match('text', sys.argv[1])[0]\n"
-        "copy = places.plain(place, DataConfig(cache_dir=sys.argv[2]))\n"
+        "place = globs.match('text', sys.argv[1])[0]\n"
+        "copy = local_copies.plain(place, DataConfig(cache_dir=sys.argv[2]))\n"
         "print(copy.stat().st_size >> 20, peak() - before)\n"
     )
     command = [sys.executable, "-c", program, str(tmp_path / "a.parquet"), str(tmp_path / "cache")]
@@ -287,13 +288,13 @@ def test_many_files_of_a_store_are_split_by_their_names_and_copied_when_they_cha
     wanted = split(here)
     assert split(there) == wanted
     copied: list[str] = []
-    unpack = places._unpack
+    unpack = local_copies._unpack
 
-    def noted(place: places.Place, *rest: Any) -> None:
+    def noted(place: Place, *rest: Any) -> None:
         copied.append(place.name)
         unpack(place, *rest)
 
-    monkeypatch.setattr(places, "_unpack", noted)
+    monkeypatch.setattr(local_copies, "_unpack", noted)
     assert split(there) == wanted
     assert not copied
     store.put("corpora", "many/even/4.txt", b"Text 4\n" * 9)  # of the same size, within the same second

@@ -32,12 +32,16 @@ from hypothesis import strategies as st
 
 from mhc import cli
 from mhc.config import DataConfig
-from mhc.data import files, prepare, tokenizers
-from mhc.data.orders import open_corpus
-from mhc.data.packing import Tokenised
+from mhc.data import tokenizers
+from mhc.data.corpus.prepared import Prepared
+from mhc.data.corpus.sources import documents, open_source
+from mhc.data.corpus.text import TextFiles
 from mhc.data.pipeline import train_iterator, validation_batches
-from mhc.data.prepared import MANIFEST, Prepared, manifest_hash, pack, unpack
-from mhc.data.sources import documents, open_source
+from mhc.data.prepare import __main__ as program
+from mhc.data.prepare import folder, prepare, progress, run, shards
+from mhc.data.rows.encoding import open_corpus
+from mhc.data.shards.manifest import MANIFEST, manifest_hash
+from mhc.data.shards.records import Tokenised, pack, unpack
 from mhc.errors import UserError
 from tests import small_runs
 from tests.data.conftest import sentence
@@ -71,7 +75,7 @@ def raw(folder: Path, source: str, tokenizer: str, **changes: Any) -> DataConfig
 def prepared(data: DataConfig, out: Path, **options: Any) -> DataConfig:
     """The same data, prepared."""
     fields = ("tokenizer", "field", "sequence_length", "holdout", "cache_dir")
-    prepare.prepare(data.source, str(out), **{name: getattr(data, name) for name in fields}, **options)
+    prepare(data.source, str(out), **{name: getattr(data, name) for name in fields}, **options)
     return dataclasses.replace(data, source=f"prepared:{out}")
 
 
@@ -340,7 +344,7 @@ def test_a_run_notices_a_changed_file(
     data = dataclasses.replace(text, source=f"prepared:{out}")
     corpus = tmp_path / "corpus"
     with monkeypatch.context() as patch:  # what did not change is not read
-        patch.setattr("mhc.data.prepared.sha256", None)
+        patch.setattr("mhc.data.corpus.prepared.sha256", None)
         open_source(data, "train")
     os.utime(corpus / "0.jsonl", (1, 1))
     open_source(data, "train")  # another time, the same content
@@ -464,7 +468,7 @@ def test_a_mistake_on_the_command_line_is_one_line(
     base["--sequence_length"] = "16"
     given = [value.format(tmp_path) for value in arguments]
     with pytest.raises(UserError, match=message):
-        prepare.main([*itertools.chain(*base.items()), *given])
+        program.main([*itertools.chain(*base.items()), *given])
     assert content(out) == before
 
 
@@ -564,7 +568,7 @@ def test_a_file_of_the_folder_that_was_edited_is_a_line(
     def nothing(*_: Any) -> list[dict[str, Any]]:
         raise UserError("nothing is made here")
 
-    monkeypatch.setattr(prepare, "_run", nothing)
+    monkeypatch.setattr(run, "make_shards", nothing)
     data = dataclasses.replace(text, source=f"prepared:{out}")
     first = json.loads((out / ("origin.json" if name == "origin.json" else "manifest.json")).read_text())
     if name == "plan.json":
@@ -736,7 +740,7 @@ def test_a_file_that_changes_meanwhile_ends_the_shard_that_reads_it(
 ) -> None:
     data, _ = copied(small, tmp_path)
     made: list[str] = []
-    make = prepare._make
+    make = shards.make_shard
 
     def make_and_touch(job: Any) -> dict[str, Any]:
         made.append(job.name)
@@ -744,7 +748,7 @@ def test_a_file_that_changes_meanwhile_ends_the_shard_that_reads_it(
             os.utime(tmp_path / "corpus" / "0.jsonl", (1, 1))
         return make(job)
 
-    monkeypatch.setattr(prepare, "_make", make_and_touch)
+    monkeypatch.setattr(shards, "make_shard", make_and_touch)
     with pytest.raises(UserError, match=r"corpus/0\.jsonl has changed while it was prepared: remove .*/new, and"):
         prepared(data, tmp_path / "new", workers=1, shard_size=9000)
     assert len(made) < 5  # of fifteen
@@ -754,13 +758,13 @@ def test_where_nothing_is_left_of_it_nothing_is_to_be_removed(
     tmp_path: Path, small: tuple[DataConfig, DataConfig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     data, _ = copied(small, tmp_path)
-    make = prepare._make
+    make = shards.make_shard
 
     def touch_and_make(job: Any) -> dict[str, Any]:
         os.utime(tmp_path / "corpus" / "0.jsonl", (1, 1))
         return make(job)
 
-    monkeypatch.setattr(prepare, "_make", touch_and_make)
+    monkeypatch.setattr(shards, "make_shard", touch_and_make)
     with pytest.raises(UserError, match=r"corpus/0\.jsonl has changed while it was prepared: start again$"):
         prepared(data, tmp_path / "new", workers=1)
     assert not (tmp_path / "new").exists()
@@ -776,7 +780,7 @@ def _heeds_interrupts() -> Iterator[None]:
 
 @pytest.mark.usefixtures("_heeds_interrupts")
 @pytest.mark.parametrize(
-    ("number", "shards"),
+    ("number", "complete"),
     [
         (signal.SIGTERM, 0),
         (signal.SIGINT, 3),
@@ -790,17 +794,17 @@ def test_a_signal_ends_it_as_any_error_does(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     number: signal.Signals,
-    shards: int,
+    complete: int,
 ) -> None:
     """One line, its exit code, and whole shards or nothing; then the same command goes on."""
     text, made = copied(small, tmp_path)
     out = tmp_path / "new"
     arguments = ["--source", text.source, "--out", str(out), "--tokenizer", text.tokenizer, "--sequence_length", "16"]
     arguments += ["--holdout", "0.2", "--shard_size", "9000", "--workers", "1", "--cache_dir", str(text.cache_dir)]
-    make = prepare._make_files
+    make = shards._make_files
 
     def make_and_signal(job: Any, paths: dict[str, Path]) -> Any:
-        if job.name == f"shard-{shards:05d}":
+        if job.name == f"shard-{complete:05d}":
             os.kill(os.getpid(), number)
         return make(job, paths)
 
@@ -813,18 +817,18 @@ def test_a_signal_ends_it_as_any_error_does(
     monkeypatch.setattr(cli, "_leave", leave)
     handlers = {each: signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGINT)}
     with monkeypatch.context() as patch:
-        patch.setattr(prepare, "_make_files", make_and_signal)
+        patch.setattr(shards, "_make_files", make_and_signal)
         with pytest.raises(Left, match=f"^{128 + number}$"):
-            cli.run_main(prepare.main, arguments)
+            cli.run_main(program.main, arguments)
     assert handlers == {each: signal.getsignal(each) for each in handlers}
     assert capsys.readouterr().err.splitlines()[-1] == "interrupted"
     # The signal comes to the main thread while another makes the shard: whether it is still finished is a race.
-    finished = {f"shard-{number:05d}.array_record" for number in range(shards)}
-    if shards or out.exists():
+    finished = {f"shard-{number:05d}.array_record" for number in range(complete)}
+    if complete or out.exists():
         left = content(out)
         assert {"plan.json", "origin.json"} | finished < set(left)
         assert not [name for name in left if name.startswith(".part-")]
-    assert prepare.main(arguments) == 0
+    assert program.main(arguments) == 0
     assert {**content(out), "origin.json": b""} == {**content(made), "origin.json": b""}
 
 
@@ -856,9 +860,9 @@ def test_sigterm_to_it_and_its_processes_at_any_time_is_one_line(tmp_path: Path,
 
 def test_speed_and_time_left_are_those_of_the_last_minute(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
-    monkeypatch.setattr(prepare.time, "monotonic", lambda: now)
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now)
     lines: list[str] = []
-    clock = prepare._Clock(1000 * 10**6, lines.append)
+    clock = progress.SpeedMeter(1000 * 10**6, lines.append)
     size = 0
     for second in range(1, 401):
         now, size = float(second), size + (4 if second <= 100 else 1) * 10**6
@@ -876,7 +880,7 @@ def test_speed_and_time_left_are_those_of_the_last_minute(monkeypatch: pytest.Mo
 
 def test_two_processes_do_not_prepare_the_same_folder(tmp_path: Path, small: tuple[DataConfig, DataConfig]) -> None:
     data, out = copied(small, tmp_path)
-    with prepare._alone(out), pytest.raises(UserError, match=r"--out .*/out: another process is preparing this folder"):
+    with folder.lock(out), pytest.raises(UserError, match=r"--out .*/out: another process is preparing this folder"):
         prepared(data, out)
 
 
@@ -885,14 +889,14 @@ def test_a_mistake_in_a_document_is_one_line_of_the_process_that_found_it(
 ) -> None:
     """A file that changes after its lines were found, as a process sees it."""
     data, _ = copied(small, tmp_path)
-    scan = files.TextFiles._scan
+    scan = TextFiles._scan
 
-    def scan_and_change(self: files.TextFiles, file: int, block: int) -> Iterator[tuple[int, int, int]]:
+    def scan_and_change(self: TextFiles, file: int, block: int) -> Iterator[tuple[int, int, int]]:
         yield from scan(self, file, block)
         if file == 1:
             (tmp_path / "corpus" / "1.jsonl").write_text("[" * 10**6)
 
-    monkeypatch.setattr(files.TextFiles, "_scan", scan_and_change)
+    monkeypatch.setattr(TextFiles, "_scan", scan_and_change)
     with pytest.raises(UserError, match=r"1\.jsonl has changed while it was prepared: (remove .*, and )?start again$"):
         prepared(data, tmp_path / "new", workers=2)
     assert not (tmp_path / "new" / "manifest.json").exists()

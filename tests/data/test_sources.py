@@ -20,10 +20,12 @@ import pytest
 import zstandard
 
 from mhc.config import DataConfig
-from mhc.data import files, stdlib, tokenizers
-from mhc.data.orders import open_corpus
+from mhc.data import tokenizers
+from mhc.data.corpus import indexed, stdlib
+from mhc.data.corpus.sources import Source, documents, open_source
+from mhc.data.corpus.text import TextFiles
 from mhc.data.pipeline import train_iterator, validation_batches
-from mhc.data.sources import Source, documents, open_source
+from mhc.data.rows.encoding import open_corpus
 from mhc.errors import UserError
 
 BYTES = tokenizers.load("bytes")
@@ -123,18 +125,18 @@ def test_a_validation_corpus_of_its_own_is_taken_whole_and_so_is_the_training_on
 
 
 def test_the_index_of_a_large_corpus_is_kept_and_renewed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(files, "_CACHED_FROM", 1)
+    monkeypatch.setattr(indexed, "_CACHED_FROM", 1)
     path = tmp_path / "a.jsonl"
     path.write_text("\n".join(json.dumps({"text": f"text {n}"}) for n in range(100)))
     data = config(tmp_path, f"text:{path}")
     first = everything(data)
     scans = []
 
-    def scan(self: files.TextFiles, *_: object) -> Iterator[tuple[int, int, int]]:
+    def scan(self: TextFiles, *_: object) -> Iterator[tuple[int, int, int]]:
         scans.append(self.label)
         return iter(())
 
-    monkeypatch.setattr(files.TextFiles, "_scan_lines", scan)
+    monkeypatch.setattr(TextFiles, "_scan_lines", scan)
     assert everything(data) == first
     assert not scans
     path.write_text(path.read_text() + "\n")
@@ -422,7 +424,7 @@ def test_lines_that_were_read_as_text_are_another_corpus(tmp_path: Path) -> None
     for name in ("a.txt", "a.jsonl", "a.JSONL", "a.ndjson"):
         (tmp_path / name).write_bytes(content)
         prints[name] = open_source(config(tmp_path, f"text:{tmp_path}/{name}"), "train")
-    settings = {name: cast(files.TextFiles, of)._settings([len(content)]) for name, of in prints.items()}
+    settings = {name: cast(TextFiles, of)._settings([len(content)]) for name, of in prints.items()}
     assert settings["a.txt"] == settings["a.jsonl"] != settings["a.JSONL"] != settings["a.ndjson"]
 
 
@@ -500,7 +502,7 @@ def test_two_processes_prepare_at_once_and_no_tensorflow_is_loaded(tmp_path: Pat
     program = (
         "import hashlib, sys\n"
         "from mhc.config import DataConfig\n"
-        "from mhc.data import pipeline, sources, tokenizers\n"
+        "from mhc.data import pipeline, tokenizers\nfrom mhc.data.corpus import sources\n"
         "data = DataConfig(cache_dir=sys.argv[1])\n"
         "tokenizer = tokenizers.load('bytes')\n"
         "iterator = pipeline.train_iterator(data, tokenizer, batch_size=8, seed=0)\n"

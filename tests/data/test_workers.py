@@ -17,8 +17,8 @@ import pytest
 
 from mhc.config import DataConfig
 from mhc.data import tokenizers
-from mhc.data.packing import Batch
 from mhc.data.pipeline import TrainIterator, train_iterator
+from mhc.data.rows.packing import Batch
 from mhc.errors import UserError
 from tests.data.conftest import write_texts
 

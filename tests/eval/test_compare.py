@@ -21,19 +21,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import eval.compare as compare_module
-from eval.compare import compare, main
-from eval.figures import _Gallery, styles
-from eval.findings import findings, number
-from eval.ngram import Baselines
-from eval.recompute import gain_difference, recompute
-from eval.runs import Arm, gap_to_plain, load, measures, reference_arms
-from eval.sheet import Style, envelope, smooth
-from eval.spikes import history
-from eval.topologies import paired, topologies
 from mhc import config as configs
 from mhc.config import DataConfig
 from mhc.errors import UserError
+from mhc.eval.common.sheet import Style, envelope, smooth
+from mhc.eval.compare import __main__ as compare_module
+from mhc.eval.compare.__main__ import compare, main
+from mhc.eval.compare.figures import _Gallery, styles
+from mhc.eval.compare.findings import findings, number
+from mhc.eval.compare.ngram import Baselines
+from mhc.eval.compare.recompute import gain_difference, recompute
+from mhc.eval.compare.runs import Arm, gap_to_plain, load, measures, reference_arms
+from mhc.eval.compare.spikes import history
+from mhc.eval.compare.topologies import paired, topologies
 from mhc.files import JsonlWriter, read_json, read_jsonl, write_json
 from mhc.full_disk import DiskFull
 from tests.eval.synthetic_runs import GAINS, config, crossed, demo, grid, probe, rewound, spike, write_run

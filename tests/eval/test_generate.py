@@ -17,15 +17,15 @@ import pytest
 from tokenizers import Tokenizer as Library
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from eval import generate
-from eval.checkpoints import locate
-from eval.generate import Completion, Generator, StopStrings, chunks, padded, text_stream
 from mhc import cli
 from mhc import config as configs
 from mhc.config import CheckpointConfig, Config
 from mhc.data import tokenizers
 from mhc.data.tokenizers import Tokenizer
 from mhc.errors import UserError
+from mhc.eval.common.checkpoints import locate
+from mhc.eval.generate import __main__ as generate
+from mhc.eval.generate.__main__ import Completion, Generator, StopStrings, chunks, padded, text_stream
 from mhc.model.decoder import Params
 from mhc.model.sampling import Sampling, sample, token_keys
 from mhc.train.checkpoint import Checkpoints

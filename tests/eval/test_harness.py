@@ -24,11 +24,14 @@ from lm_eval.api.model import LM
 from tokenizers import Tokenizer as Library
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from eval import checkpoints, harness, lm, perplexity
-from eval.lm import LanguageModel, generation
-from eval.scoring import windows
 from mhc import cli
 from mhc.errors import UserError
+from mhc.eval.common import checkpoints
+from mhc.eval.common.scoring import windows
+from mhc.eval.harness import __main__ as harness
+from mhc.eval.harness import lm
+from mhc.eval.harness.lm import LanguageModel, generation
+from mhc.eval.perplexity import __main__ as perplexity
 from tests.small import random_params
 from tests.small_runs import config, run, snapshot, write_corpus
 

@@ -11,10 +11,13 @@ import jax
 import numpy as np
 import pytest
 
-from eval import checkpoints, inspect, interventions, perplexity
-from eval.checkpoints import Checkpoint
-from eval.interventions import Case
 from mhc import cli
+from mhc.eval.common import checkpoints
+from mhc.eval.common.checkpoints import Checkpoint
+from mhc.eval.inspect import __main__ as inspect
+from mhc.eval.inspect import interventions
+from mhc.eval.inspect.interventions import Case
+from mhc.eval.perplexity import __main__ as perplexity
 from mhc.monitor import probes
 from mhc.sharding import make_mesh
 from tests.small import VOCAB, random_params, relative_error, small

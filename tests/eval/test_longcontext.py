@@ -17,10 +17,13 @@ import pytest
 import tokenizers
 from hypothesis import given, settings
 
-from eval import checkpoints, longcontext, needles, perplexity, reach
 from mhc import cli
 from mhc.config import PositionsConfig
 from mhc.data.tokenizers import ByteTokenizer, JsonTokenizer
+from mhc.eval.common import checkpoints
+from mhc.eval.longcontext import __main__ as longcontext
+from mhc.eval.longcontext import needles, reach
+from mhc.eval.perplexity import __main__ as perplexity
 from mhc.files import read_json
 from mhc.sharding import make_mesh
 from tests.small import definition, random_params, with_fields

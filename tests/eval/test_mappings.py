@@ -9,8 +9,9 @@ import jax
 import numpy as np
 import pytest
 
-from eval import checkpoints, mappings
 from mhc import cli
+from mhc.eval import mappings
+from mhc.eval.common import checkpoints
 from mhc.files import read_json, read_jsonl
 from tests.small_runs import config, on_demand, run, snapshot, write_corpus
 

@@ -15,9 +15,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eval.ngram import START, baselines, bits_per_byte, count
 from mhc.config import DataConfig
 from mhc.errors import UserError
+from mhc.eval.compare.ngram import START, baselines, bits_per_byte, count
 
 documents = st.lists(st.binary(max_size=30) | st.text("ab ", max_size=30).map(str.encode), max_size=5)
 
@@ -79,9 +79,9 @@ def corpus(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[bytes]]:
             raise UserError("data.source: no file matches 'missing'")
         return iter(splits[split])
 
-    module = types.ModuleType("mhc.data.sources")
+    module = types.ModuleType("mhc.data.corpus.sources")
     module.documents = stream  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "mhc.data.sources", module)
+    monkeypatch.setitem(sys.modules, "mhc.data.corpus.sources", module)
     return splits
 
 

@@ -14,11 +14,12 @@ import jax
 import numpy as np
 import pytest
 
-from eval import checkpoints, perplexity
-from eval.scoring import Sums, intervals, measures, resampled
 from mhc import cli
 from mhc.config import from_json
 from mhc.errors import UserError
+from mhc.eval.common import checkpoints
+from mhc.eval.common.scoring import Sums, intervals, measures, resampled
+from mhc.eval.perplexity import __main__ as perplexity
 from mhc.files import read_jsonl
 from tests.small_runs import config, run, snapshot
 

@@ -10,12 +10,12 @@ from typing import Any
 import jax
 import pytest
 
-from eval import compare
-from eval.provenance import unlike
-from eval.runs import Arm
 from mhc import config as configs
 from mhc import provenance
 from mhc.config import from_config_dict
+from mhc.eval.compare import __main__ as compare
+from mhc.eval.compare.differences import unlike
+from mhc.eval.compare.runs import Arm
 from mhc.files import write_json
 from mhc.grid import plan
 from mhc.sharding import make_mesh

@@ -12,13 +12,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from eval import regression
-from eval.checkpoints import Checkpoint
-from eval.regression import Logits, Outputs, Rows
 from mhc import cli
 from mhc import config as configs
 from mhc.config import Config, to_json
 from mhc.errors import UserError
+from mhc.eval.common.checkpoints import Checkpoint
+from mhc.eval.regression import __main__ as regression
+from mhc.eval.regression.__main__ import Logits, Outputs, Rows
 from mhc.files import read_json
 from mhc.model.decoder import Params
 from mhc.sharding import make_mesh, path_of

@@ -15,11 +15,11 @@ import jax
 import numpy as np
 import pytest
 
-from eval import replay as replays
-from eval.replay import batches_left_out, change, render
 from mhc import cli
 from mhc.config import Config, from_config_dict, resolve
 from mhc.errors import UserError
+from mhc.eval import replay as replays
+from mhc.eval.replay import batches_left_out, change, render
 from mhc.files import read_json, read_jsonl, write_json
 from mhc.train import run as runs
 from mhc.train import step as steps

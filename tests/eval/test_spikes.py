@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eval.runs import Arm, load
-from eval.spikes import GAP, GRADIENT, NAMES, history, monitors, window_of
+from mhc.eval.compare.runs import Arm, load
+from mhc.eval.compare.spikes import GAP, GRADIENT, NAMES, history, monitors, window_of
 from tests.eval.synthetic_runs import config, crossed, rewound, spike, write_run
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from eval.runs import Arm, load
-from eval.topologies import paired, reference_of, t_quantile, topologies
+from mhc.eval.compare.runs import Arm, load
+from mhc.eval.compare.topologies import paired, reference_of, t_quantile, topologies
 from mhc.monitor.detectors import lr_sensitivity
 from tests.eval.synthetic_runs import config, write_run
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from eval import watch
 from mhc.errors import UserError
+from mhc.eval import watch
 from mhc.files import read_json, read_jsonl
 from mhc.train.checkpoint import committed_steps
 from tests.small_runs import config, run, snapshot, write_corpus

@@ -14,11 +14,12 @@ from typing import Any
 import jax
 import pytest
 
-from eval import generate, replay
-from eval.recompute import recompute
-from eval.runs import load
 from mhc import remote
 from mhc.config import from_config_dict
+from mhc.eval import replay
+from mhc.eval.compare.recompute import recompute
+from mhc.eval.compare.runs import load
+from mhc.eval.generate import __main__ as generate
 from mhc.train.checkpoint import committed_steps
 from tests.faults import test_hosts as hosts
 from tests.faults import test_processes as processes

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from mhc.data import orders
+from mhc.data.rows import encoding
 from mhc.data.tokenizers import load
 from mhc.files import read_json, read_jsonl
 from mhc.monitor.phases import STALLED
@@ -136,7 +136,7 @@ def test_a_run_of_an_older_version_goes_on(corpus, reference, tmp_path):
 def test_a_source_that_stalls_is_reported_in_time_and_accounted_for(corpus, reference, tmp_path, monkeypatch, capfd):
     """A document whose text comes late. Batches that a thread has ready would make the wait shorter: there are none."""
     made = config(corpus, "plain", watchdog={"seconds": 0.5}, data={"prefetch": 0})
-    source = type(orders.open_corpus(made.data, load("bytes"), "train"))
+    source = type(encoding.open_corpus(made.data, load("bytes"), "train"))
     read, write, folder = source.__getitem__, Record.step, tmp_path / "run"
     armed, began, took = [False], [0.0], [0.0]
 

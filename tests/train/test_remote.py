@@ -21,11 +21,11 @@ from typing import Any
 import pytest
 
 import train
-from eval import runs as reading
-from eval.compare import compare
 from mhc import cli, remote
 from mhc.config import Config
 from mhc.errors import UserError
+from mhc.eval.compare import runs as reading
+from mhc.eval.compare.__main__ import compare
 from mhc.files import read_json
 from mhc.interop.export import card, export
 from mhc.monitor.probes import compile_probe

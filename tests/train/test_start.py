@@ -12,9 +12,9 @@ import jax
 import numpy as np
 import pytest
 
-from eval import replay
 from mhc.config import from_config_dict, resolve
 from mhc.errors import UserError
+from mhc.eval import replay
 from mhc.train import run as runs
 from mhc.train import start
 from mhc.train.checkpoint import committed_steps, host_of, load_run

@@ -11,14 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from mhc import kernels
-from mhc.residual.arrays import check_square, wide
+from mhc.kernels.presets import check_sinkhorn
+from mhc.residual.arrays import check_square, promoted
 from mhc.residual.mixing import Mixing
 from mhc.residual.runner import ManifoldRunner, softmax
 
 if TYPE_CHECKING:
     from jax.typing import ArrayLike
-
-PRESETS = ("paper", "deepseek")
 
 
 class SinkhornRunner(ManifoldRunner):
@@ -45,7 +44,7 @@ class SinkhornRunner(ManifoldRunner):
 
 @dataclasses.dataclass(frozen=True)
 class Sinkhorn(Mixing):
-    """H_res = Sinkhorn(logits as [N, N]); R = N^2. Raises ValueError for an unknown preset, or ``iters`` < 1."""
+    """H_res = Sinkhorn(logits as [N, N]); R = N^2. Raises ValueError for options that ``sinkhorn`` refuses."""
 
     runner = SinkhornRunner
 
@@ -55,9 +54,7 @@ class Sinkhorn(Mixing):
     sinkhorn_eps: float = 1e-6
 
     def __post_init__(self) -> None:
-        check_preset(self.sinkhorn)
-        if self.iters < 1:
-            raise ValueError(f"iters must be at least 1, got {self.iters}")
+        check_sinkhorn(self.sinkhorn, self.iters, self.sinkhorn_eps)
 
     def logits(self, n: int) -> int:
         return n * n
@@ -71,12 +68,6 @@ class Sinkhorn(Mixing):
 
     def __call__(self, logits: jax.Array, n: int) -> jax.Array:
         return kernels.sinkhorn(logits.reshape(n, n, *logits.shape[1:]), self.iters, self.sinkhorn, self.sinkhorn_eps)
-
-
-def check_preset(preset: str) -> None:
-    """Refuse an unknown preset. Raises ValueError."""
-    if preset not in PRESETS:
-        raise ValueError(f"unknown Sinkhorn preset {preset!r}; allowed: {', '.join(PRESETS)}")
 
 
 def sinkhorn(logits: ArrayLike, *, iters: int = 20, preset: str = "paper", eps: float = 1e-6) -> jax.Array:
@@ -100,22 +91,20 @@ def sinkhorn(logits: ArrayLike, *, iters: int = 20, preset: str = "paper", eps: 
       H_res [..., N, N] in promote_types(logits, float32).
 
     Raises:
-      ValueError: axes not square, ``iters`` < 1, or an unknown preset.
+      ValueError: axes not square, ``iters`` < 1, a negative ``eps``, or an unknown preset.
+      TypeError: complex logits.
     """
-    (logits,) = wide(logits)
+    check_sinkhorn(preset, iters, eps)
+    (logits,) = promoted(logits=logits)
     check_square("logits", logits.shape)
-    if iters < 1:
-        raise ValueError(f"iters must be at least 1, got {iters}")
     if preset == "paper":
         log_m, offset, first, second = logits, -jnp.inf, -2, -1
-    elif preset == "deepseek":
+    else:
         offset = math.log(eps) if eps > 0 else -math.inf
         log_m = _log_plus(jax.nn.log_softmax(logits, axis=-1), offset)
         # The first row normalisation is the softmax itself.
         log_m, first, second = _log_normalise(log_m, -2, offset), -1, -2
         iters -= 1
-    else:
-        raise ValueError(f"unknown Sinkhorn preset {preset!r}; allowed: {', '.join(PRESETS)}")
 
     def iteration(log_m: jax.Array, _: None) -> tuple[jax.Array, None]:
         return _log_normalise(_log_normalise(log_m, first, offset), second, offset), None

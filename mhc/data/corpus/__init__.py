@@ -1,0 +1,1 @@
+"""Corpora: documents with random access, and which of them are held out."""

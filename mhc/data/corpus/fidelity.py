@@ -1,0 +1,115 @@
+"""What a tokeniser makes of a corpus: how much of the text it loses, and whether it can encode it at all.
+
+Lost is what ids do not tell: letters and spaces that are dropped, what a normaliser changes, and what becomes the
+unknown id. Bits per byte counts the bytes of the text, so that every byte that is lost is predicted for nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+
+from mhc.data.corpus.prepared import Prepared
+from mhc.data.corpus.sources import Joined, Source
+from mhc.data.shards.records import Tokenised
+from mhc.data.tokenizers import ByteTokenizer, Tokenizer
+from mhc.errors import UserError
+
+LIMIT = 0.001  # share of the bytes; above it bits per byte says nothing
+_DOCUMENTS = 64  # that are measured
+_SAMPLE = 1 << 18  # bytes of text that are measured
+_CHECKED = 16 << 20  # bytes of text that are encoded at opening where a tokeniser cannot encode every text
+
+
+def share_lost(source: Source, tokenizer: Tokenizer) -> float:
+    """Return the share of the bytes that ``tokenizer`` loses, from 0 to 1, of documents spread evenly over the source.
+
+    Of ids without text it is the share of those that are the unknown id. Of a prepared corpus it is what was measured
+    when it was prepared; an older folder tells what is unknown or dropped, but not what a normaliser changed.
+
+    Raises: UserError for a document that cannot be read or encoded.
+    """
+    if isinstance(tokenizer, ByteTokenizer):
+        return 0.0
+    stored = [_stored(one) for one in (source.sources if isinstance(source, Joined) else [source])]
+    if not any(share is None for share in stored):
+        return max(share for share in stored if share is not None)
+    count = min(len(source), _DOCUMENTS)
+    lost = total = 0
+    for index in np.linspace(0, len(source) - 1, count).astype(int).tolist():
+        content = source[index]
+        try:
+            if isinstance(content, bytes):
+                text = _beginning(content, _SAMPLE // count)
+                lost, total = lost + tokenizer.lost(text), total + len(text.encode())
+            elif isinstance(content, Tokenised):
+                lost, total = lost + _lost_of_ids(content, tokenizer), total + _size(content, tokenizer)
+            else:
+                lost, total = lost + int((content == tokenizer.unknown_id).sum()), total + len(content)
+        except UserError as error:
+            raise UserError(f"{source.name(index)}: {error}") from None
+    return max(lost / max(total, 1), *(share or 0.0 for share in stored))
+
+
+def reason(share: float, name: str) -> str | None:
+    """Why bits per byte is withheld, in a clause; None where it is not. ``name``: of the tokeniser."""
+    if share <= LIMIT:
+        return None
+    return f"{said(share, name)}; bits per byte is null above {LIMIT:.1%}"
+
+
+def said(share: float, name: str) -> str:
+    """Return the share in a clause."""
+    shown = f"{share:.2%}" if share >= 5e-5 or not share else "less than 0.01%"
+    return f"{name} loses {shown} of the text's bytes (dropped, normalised away or on the unknown id)"
+
+
+def check(source: Source, tokenizer: Tokenizer) -> None:
+    """Encode the beginning of each corpus if its tokeniser cannot encode every text: better now than at some step.
+
+    Raises: UserError for the first document that cannot be encoded, by its file and place.
+    """
+    if tokenizer.total:
+        return
+    for part in source.sources if isinstance(source, Joined) else [source]:
+        left = _CHECKED
+        for index in range(len(part)):
+            content = part[index]
+            if not isinstance(content, bytes) or left <= 0:
+                break
+            left -= len(content)
+            try:
+                tokenizer.encode(content)
+            except UserError as error:
+                raise UserError(f"{part.name(index)}: {error}") from None
+
+
+def worst(shares: Iterable[float]) -> float:
+    """Return the largest of some shares; 0 of none."""
+    return max(shares, default=0.0)
+
+
+def _stored(source: Source) -> float | None:
+    return source.manifest.get("lost") if isinstance(source, Prepared) else None
+
+
+def _beginning(content: bytes, size: int) -> str:
+    """Return a text's first ``size`` bytes at most, cut where a word ends."""
+    if len(content) <= size:
+        return content.decode()
+    text = content[:size].decode(errors="ignore")
+    return text[: max(text.rfind(" "), text.rfind("\n"), 0)] or text
+
+
+def _size(content: Tokenised, tokenizer: Tokenizer) -> int:
+    lengths = tokenizer.byte_lengths[content.ids] if content.lengths is None else content.lengths
+    return int(lengths.sum(dtype=np.int64)) + content.rest
+
+
+def _lost_of_ids(content: Tokenised, tokenizer: Tokenizer) -> int:
+    """Return how many bytes of a document of ids are on the unknown id, or are not in what the ids decode to."""
+    lengths = tokenizer.byte_lengths[content.ids] if content.lengths is None else content.lengths
+    unknown = int(lengths[content.ids == tokenizer.unknown_id].sum(dtype=np.int64))
+    known = content.ids[content.ids != tokenizer.unknown_id]
+    return unknown + max(_size(content, tokenizer) - unknown - len(tokenizer.decode(known).encode()), 0)

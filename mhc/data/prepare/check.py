@@ -1,0 +1,70 @@
+"""Check the shards of a folder, and that the files of the corpus stay as they were while it is prepared."""
+
+from __future__ import annotations
+
+import os
+import time
+from concurrent import futures
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mhc import remote
+from mhc.data.corpus.text import TextFiles
+from mhc.data.prepare.progress import TELL_EVERY, Tell
+from mhc.data.shards.manifest import check_table
+from mhc.data.shards.records import ENDINGS
+from mhc.data.user_files.globs import sha256
+from mhc.errors import UserError
+
+
+class ChangedFile(UserError):
+    """A file of the corpus, by its path, is another than at the start."""
+
+
+def check_unchanged(documents: TextFiles) -> None:
+    """Raises UserError for a local file of these documents of another size or time of change than at the start."""
+    for number in np.unique(documents.index.owner).tolist():
+        place = documents.places[number]
+        if remote.is_remote(place.path):
+            continue
+        try:
+            state = os.stat(place.path)
+        except OSError:
+            raise ChangedFile(place.path) from None
+        if (state.st_size, state.st_mtime_ns) != (place.size, place.version):
+            raise ChangedFile(place.path)
+
+
+def damaged_shards(manifest: dict[str, Any], folder: Path, tell: Tell) -> list[str]:
+    """Names of the shards whose files are missing or have another size or SHA-256 than in the manifest.
+
+    Raises UserError where the manifest does not go with the table of one that has those.
+    """
+    shards = manifest["shards"]
+    total = sum(shard["files"][ending]["size"] for shard in shards for ending in ENDINGS)
+    tell(f"checking {len(shards)} shard(s), {total / 1e6:,.1f} MB")
+
+    def is_whole(shard: dict[str, Any]) -> bool:
+        for ending in ENDINGS:
+            about = shard["files"][ending]
+            path = folder / f"{shard['name']}.{ending}"
+            try:
+                if path.stat().st_size != about["size"] or sha256(path) != about["sha256"]:
+                    return False
+            except OSError:  # missing, or a sector that cannot be read
+                return False
+        table = np.load(folder / f"{shard['name']}.npy", allow_pickle=False)
+        check_table(shard, table, len(manifest["files"]), folder)
+        return True
+
+    found, told = [], time.monotonic()
+    with futures.ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:  # hashing lets go of the interpreter
+        for number, (shard, whole) in enumerate(zip(shards, pool.map(is_whole, shards), strict=True)):
+            if not whole:
+                found.append(shard["name"])
+            if time.monotonic() - told > TELL_EVERY:
+                told = time.monotonic()
+                tell(f"checked {number + 1} of {len(shards)} shard(s)")
+    return found

@@ -1,0 +1,85 @@
+"""The folder that a corpus is prepared in: held, written and cleared."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from mhc import full_disk, remote
+from mhc.data.shards.manifest import MANIFEST, ORIGIN, PLAN, parse
+from mhc.data.user_files.globs import may_match
+from mhc.errors import UserError
+
+PART = ".part-"
+
+
+def check_apart(pattern: str, folder: Path) -> None:
+    """Raises UserError where the pattern matches what is written into the folder."""
+    names = (MANIFEST, ORIGIN, PLAN, "shard-00000.array_record", "shard-00000.npy")
+    if not remote.is_remote(pattern) and any(may_match(pattern, os.path.join(folder, name)) for name in names):
+        raise UserError(f"--out {folder}: --source text:{pattern} matches what is written there; name another folder")
+
+
+@contextlib.contextmanager
+def lock(folder: Path) -> Iterator[None]:
+    """Holds the folder against other processes of this machine, until the process ends."""
+    with writing_to(folder):
+        handle = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(f"--out {folder}: another process is preparing this folder") from None
+        yield
+    finally:
+        os.close(handle)
+
+
+@contextlib.contextmanager
+def writing_to(path: Path) -> Iterator[None]:
+    """What the system says to writing, or array_record for it, is a line: no space left, a quota, no permission."""
+    try:
+        yield
+    except (OSError, RuntimeError) as error:
+        said = getattr(error, "strerror", None) or re.sub(r"^\w+\(\) failed: ", "", str(error).partition("; ")[0])
+        raise full_disk.error_class(error)(
+            f"--out: cannot write {path}: {said}; once it can, the same command goes on"
+        ) from None
+
+
+def read(path: Path) -> dict[str, Any]:
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}") from None
+    return parse(path, content)
+
+
+def write(path: Path, content: dict[str, Any]) -> None:
+    """As a whole or not at all."""
+    part = path.with_name(f"{PART}{path.name}")
+    with writing_to(path):
+        with part.open("w", encoding="utf-8") as file:
+            file.write(json.dumps(content, indent=1, ensure_ascii=False) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        part.replace(path)
+
+
+def has_begun(folder: Path) -> bool:
+    """Whether there is more than files that `_clear` removes."""
+    return (folder / MANIFEST).exists() or any(folder.glob("shard-*.array_record"))
+
+
+def clear(folder: Path) -> None:
+    """Removes what was written of a preparation that has made no shard: it would only stand in the next one's way."""
+    if has_begun(folder):
+        return
+    for path in (folder / ORIGIN, folder / PLAN, *folder.glob(f"{PART}*"), *folder.glob("shard-*.npy")):
+        path.unlink(missing_ok=True)

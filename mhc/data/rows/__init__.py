@@ -1,0 +1,1 @@
+"""Rows of tokens: documents are tokenised, put in order and packed."""

@@ -1,0 +1,41 @@
+"""The order in which training reads the documents of each source, on grain."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import grain
+import numpy as np
+
+from mhc.config import DataConfig
+from mhc.data.corpus.pieces import Pieces, piece_size
+from mhc.data.corpus.sources import Source, joint_fingerprint, parts
+from mhc.data.rows.encoding import Encode, open_corpus
+from mhc.data.tokenizers import Tokenizer
+
+
+class Order(NamedTuple):
+    """One source's documents in the order that training reads them, without end."""
+
+    source: Source
+    pieces: Pieces
+    places: grain.MapDataset  # of pieces: their numbers
+    documents: grain.MapDataset
+
+
+def open_orders(data: DataConfig, tokenizer: Tokenizer, seed: int) -> list[Order]:
+    # grain adds the epoch to the seed: without a hash, seed 1 would begin with the second epoch of seed 0
+    order_seed = int(np.random.SeedSequence(seed).generate_state(1)[0])
+    orders = []
+    for _, own in parts(data, "train"):
+        source = open_corpus(own, tokenizer, "train")
+        pieces = Pieces(source, piece_size(data))
+        places = grain.MapDataset.range(len(pieces)).shuffle(seed=order_seed).repeat()
+        documents = grain.MapDataset.source(pieces).shuffle(seed=order_seed).repeat().map(Encode(tokenizer))
+        orders.append(Order(source, pieces, places, documents))
+    return orders
+
+
+def fingerprint(orders: Sequence[Order]) -> str:
+    return orders[0].source.fingerprint if len(orders) == 1 else joint_fingerprint([order.source for order in orders])

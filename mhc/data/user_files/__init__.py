@@ -1,0 +1,1 @@
+"""The user's files: the glob that names them, their formats, and plain local copies of them."""

@@ -1,0 +1,5 @@
+"""Evaluation: programs that read runs and checkpoints, each started as ``python -m mhc.eval.NAME`` or ``eval.NAME``."""
+
+from mhc.extras import require_train
+
+require_train(__name__)

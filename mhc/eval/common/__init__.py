@@ -1,0 +1,1 @@
+"""What the evaluation programs share."""

@@ -1,0 +1,1 @@
+"""Run lm-evaluation-harness."""

@@ -1,0 +1,1 @@
+"""Measure how far the context reaches."""

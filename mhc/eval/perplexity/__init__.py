@@ -1,0 +1,1 @@
+"""Score checkpoints on a corpus."""

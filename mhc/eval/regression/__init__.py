@@ -1,0 +1,1 @@
+"""Compare a checkpoint's logits with stored ones."""

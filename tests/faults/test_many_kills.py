@@ -1,0 +1,216 @@
+"""kill -9 at fifty moments of one run, and at ten of one grid: each ends with the bits of an undisturbed one."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mhc.config import from_config_dict
+from tests.faults.struck_run import unfinished
+from tests.small_runs import assert_equal_runs, lines, run, tiny, write_corpus
+
+ROOT = Path(__file__).parents[2]
+STEPS = 300
+LIMIT = 300.0  # seconds that a life may take on a busy machine
+# Where the fifty lives end. "commit": a checkpoint's files lie in their temporary folder, which is not renamed yet.
+KILLS = {"commit": 14, "checkpoint": 8, "step": 12, "validation": 6, "probe": 6, "data": 2, "start": 2}
+
+ONE_DEVICE = {
+    **os.environ,
+    "PYTHONPATH": str(ROOT),
+    "XLA_FLAGS": re.sub(r"(device_count)=\d+", r"\1=1", os.environ.get("XLA_FLAGS", "")),
+}
+
+
+def fields(corpus: str) -> dict[str, Any]:
+    """Return a run of 300 steps in which a save, a validation or a probe comes with almost every step."""
+    return tiny(
+        corpus,
+        "mhc",
+        train={"steps": STEPS},
+        validation={"every": 5, "batches": 1},
+        checkpoint={"every": 3},
+        monitor={"probe_every": 4},
+    )
+
+
+def write_config(file: Path, made: dict[str, Any]) -> Path:
+    """Write a config file of these fields; returns it."""
+    file.write_text(
+        "import json\nfrom ml_collections import ConfigDict\n\n\n"
+        f"def get_config():\n    return ConfigDict(json.loads({json.dumps(made)!r}))\n"
+    )
+    return file
+
+
+def start(config: Path, folder: Path, *fate: str) -> subprocess.Popen[str]:
+    """Start a run on one device. `fate`: the arguments of `tests.faults.struck_run` that say where it is killed."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "tests.faults.struck_run", "--config", str(config), "--workdir", str(folder), *fate],
+        cwd=ROOT,
+        text=True,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        env=ONE_DEVICE,
+    )
+
+
+@pytest.mark.process
+def test_fifty_kills_of_one_run_leave_the_bits_of_an_undisturbed_one(
+    tmp_path: Path, record_property: Callable[[str, object], None]
+) -> None:
+    """Metrics, probes, events and the last state are the same; at least ten kills fall within a checkpoint's commit."""
+    made = fields(write_corpus(tmp_path / "texts"))
+    assert run(from_config_dict(made), tmp_path / "calm") == 0
+    config, folder = write_config(tmp_path / "config.py", made), tmp_path / "run"
+    draw = random.Random(time.time_ns())
+    wheres = [where for where, count in KILLS.items() for _ in range(count)]
+    draw.shuffle(wheres)
+    struck: collections.Counter[str] = collections.Counter()
+    while wheres:
+        where = wheres[-1]
+        delay = draw.uniform(0.0, {"start": 1.5, "commit": 0.01}.get(where, 0.003))
+        after = 0 if where == "start" else draw.randint(3, 7)  # so that fifty lives get through the run
+        life = start(config, folder, "--phase", where, "--after", str(after), "--delay", f"{delay:.5f}")
+        _, told = life.communicate(timeout=LIMIT)
+        assert "Traceback" not in told, told
+        if life.returncode == 0:  # it came to the end before its turn
+            break
+        assert life.returncode == -signal.SIGKILL, told
+        if where == "commit" and not unfinished(folder):
+            continue  # the commit was over: once more
+        wheres.pop()
+        struck[where] += 1
+    assert not wheres, f"the run ended with {len(wheres)} kills to go; struck: {struck}"
+    last = start(config, folder)
+    _, told = last.communicate(timeout=LIMIT)
+    assert last.returncode == 0, told
+    assert_equal_runs(folder, tmp_path / "calm")
+    assert events(folder) == events(tmp_path / "calm")
+    for where, count in struck.items():
+        record_property(f"cases of kill -9 of a run ({where})", count)
+
+
+def events(folder: Path) -> list[dict[str, Any]]:
+    """Return a run's events but its resumptions."""
+    return [event for event in lines(folder, "events") if event["event"] != "resume"]
+
+
+@pytest.mark.process
+def test_ten_kills_of_a_grid_leave_the_bits_of_an_undisturbed_one(
+    tmp_path: Path, record_property: Callable[[str, object], None]
+) -> None:
+    """Every process of the grid is killed at a random time, and the same command is given again."""
+    made = fields(write_corpus(tmp_path / "texts"))
+    made["train"]["steps"] = 120
+    write_config(tmp_path / "base.py", made)
+    (tmp_path / "grid.py").write_text(
+        "from mhc.grid import *\ndef get_grid():\n"
+        "    return Grid('base.py', product(seeds(0), axis('residual.kind', 'plain', 'hc', 'mhc')))\n"
+    )
+
+    def grid(workdir: Path) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(
+            [sys.executable, "-m", "mhc.grid", "run", str(tmp_path / "grid.py"), "--workdir", str(workdir)],
+            cwd=ROOT,
+            stdout=subprocess.DEVNULL,
+            start_new_session=True,
+            env=ONE_DEVICE,
+        )
+
+    began = time.monotonic()
+    assert grid(tmp_path / "calm").wait(timeout=3 * LIMIT) == 0
+    whole = time.monotonic() - began
+    draw, killed = random.Random(time.time_ns()), 0
+    while killed < 10:
+        runner = grid(tmp_path / "killed")
+        try:
+            code = runner.wait(timeout=draw.uniform(0.1, 0.45) * whole)
+        except subprocess.TimeoutExpired:
+            os.killpg(runner.pid, signal.SIGKILL)
+            runner.wait(timeout=60)
+            for record in (tmp_path / "killed").glob("*/arm.json"):
+                end_arm(record)
+            killed += 1
+        else:
+            assert code == 0
+            break
+    assert killed >= 3  # a fast grid may end before the tenth
+    assert grid(tmp_path / "killed").wait(timeout=3 * LIMIT) == 0
+    arms = sorted(path.parent for path in (tmp_path / "calm").glob("*/arm.json"))
+    assert len(arms) == 3
+    for calm in arms:
+        assert_equal_runs(tmp_path / "killed" / calm.name, calm)
+        assert events(tmp_path / "killed" / calm.name) == events(calm)
+    record_property("cases of kill -9 of a grid", killed)
+
+
+def end_arm(record: Path) -> None:
+    """Kill an arm's own process, which may stand in a session of its own."""
+    try:
+        told = json.loads(record.read_text())
+        if told.get("state") == "running":
+            os.kill(told["pid"], signal.SIGKILL)
+    except (ProcessLookupError, KeyError, ValueError):
+        pass
+
+
+STEPS_LONG, EVERY = 20_000, 250
+
+
+@pytest.mark.process
+def test_twenty_thousand_steps_keep_memory_and_handles_flat(tmp_path: Path) -> None:
+    """Resident memory stays within 5 %, and open files within two, of what they are after the first thousand steps."""
+    made = tiny(
+        write_corpus(tmp_path / "texts"),
+        "mhc",
+        train={"steps": STEPS_LONG},
+        validation={"every": 500, "batches": 1},
+        checkpoint={"every": 1000},
+        monitor={"probe_every": 500, "tensorboard": True},
+    )
+    life = start(write_config(tmp_path / "config.py", made), tmp_path / "run")
+    samples: list[tuple[int, int, int]] = []
+    while life.poll() is None:
+        steps = logged(tmp_path / "run")
+        if steps >= (samples[-1][0] + EVERY if samples else EVERY):
+            with contextlib.suppress(OSError):  # it may end meanwhile
+                samples.append((steps, resident(life.pid), len(os.listdir(f"/proc/{life.pid}/fd"))))
+        time.sleep(0.05)
+    _, told = life.communicate(timeout=LIMIT)
+    assert life.returncode == 0, told
+    settled = [sample for sample in samples if sample[0] >= 1000]
+    memory, handles = [sample[1] for sample in settled], [sample[2] for sample in settled]
+    first = max(memory[:4])  # of the second thousand
+    assert max(memory[4:]) <= 1.05 * first, samples
+    assert max(handles[4:]) <= max(handles[:4]) + 2, samples
+
+
+def logged(folder: Path) -> int:
+    """Return the last step whose line is whole, from the end of the file alone."""
+    file = folder / "metrics.jsonl"
+    if not file.is_file():
+        return 0
+    with file.open("rb") as opened:
+        opened.seek(max(0, file.stat().st_size - 8192))
+        steps = re.findall(rb'\n{"step":(\d+),.*(?=\n)', opened.read())
+    return int(steps[-1]) if steps else 0
+
+
+def resident(pid: int) -> int:
+    """Return the resident memory of a process in KiB."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    return int(re.search(r"VmRSS:\s+(\d+)", status)[1])  # type: ignore[index]

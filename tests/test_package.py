@@ -1,0 +1,123 @@
+"""What is installed: a wheel of ``mhc`` alone, a sdist that can be tested, and a line where an extra is missing."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+import setuptools
+
+from mhc import extras
+
+ROOT = Path(__file__).parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))
+EXTRAS = PROJECT["project"]["optional-dependencies"]
+
+# Run before a program: what flax does not bring of the packages of [train] is found no more.
+ABSENT = sorted(set(extras.TRAIN) - {"absl", "optax", "orbax", "scipy"})
+WITHOUT_TRAIN = f"""
+import importlib.util, sys
+
+class Absent:
+    def find_spec(self, name, path=None, target=None):
+        if name in {ABSENT}:
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+
+find_spec = importlib.util.find_spec
+importlib.util.find_spec = lambda name, package=None: None if name in {ABSENT} else find_spec(name, package)
+sys.meta_path.insert(0, Absent())
+"""
+
+
+def name_of(requirement: str) -> str:
+    """Return the name of the distribution that a requirement asks for, in the spelling of an import."""
+    match = re.match(r"[A-Za-z0-9_.-]+", requirement)
+    assert match is not None, requirement
+    return match[0].lower().replace("-", "_")
+
+
+def test_a_wheel_holds_the_package_alone() -> None:
+    """Folders of the names eval, tpu, bench or configs are other people's, in whose environment this is installed."""
+    chosen = setuptools.find_packages(str(ROOT), **PROJECT["tool"]["setuptools"]["packages"]["find"])
+    assert {name.partition(".")[0] for name in chosen} == {"mhc"}
+    folders = {path.parent for path in (ROOT / "mhc").rglob("*.py")}
+    assert {name.replace(".", "/") for name in chosen} == {path.relative_to(ROOT).as_posix() for path in folders}
+
+
+def test_every_file_of_the_package_that_is_no_module_is_in_the_wheel() -> None:
+    declared = PROJECT["tool"]["setuptools"]["package-data"]["mhc"]
+    stray = [path for path in (ROOT / "mhc").rglob("*") if path.is_file() and path.suffix not in (".py", ".pyc")]
+    assert {path.relative_to(ROOT / "mhc").as_posix() for path in stray} == set(declared)
+    assert "py.typed" in declared
+
+
+def test_the_package_alone_needs_jax_flax_and_numpy() -> None:
+    assert [name_of(requirement) for requirement in PROJECT["project"]["dependencies"]] == ["flax", "jax", "numpy"]
+
+
+def test_every_extra_trains() -> None:
+    """No extra is of use without: what brought the trainer before, brings it still."""
+
+    def brings(extra: str) -> bool:
+        inner = [match[1].split(",") for entry in EXTRAS[extra] if (match := re.match(r"mhc-jax\[(.*)\]", entry))]
+        return extra == "train" or any(brings(name) for names in inner for name in names)
+
+    assert all(brings(extra) for extra in EXTRAS)
+    assert set(EXTRAS) >= {"train", "tpu", "cuda", "corpora", "gcs", "eval", "slurm", "wandb", "dev"}
+
+
+def test_the_packages_that_are_looked_for_are_those_of_the_extra() -> None:
+    imports = importlib.metadata.packages_distributions()
+    wanted = [name_of(requirement) for requirement in EXTRAS["train"]]
+    found = [{name_of(distribution) for distribution in imports[module]} for module in extras.TRAIN]
+    assert len(found) == len(wanted)
+    assert all(name in names for name, names in zip(wanted, found, strict=True)), (wanted, found)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "mhc.train",
+        "mhc.grid",
+        "mhc.data.prepare",
+        "mhc.interop.export",
+        "eval.compare",
+        "mhc.eval.perplexity",
+        "bench.step --config configs/demo.py",
+    ],
+)
+def test_a_program_without_its_extra_ends_in_a_line(command: str) -> None:
+    module, *arguments = command.split()
+    code = (
+        f"{WITHOUT_TRAIN}\nimport runpy\nsys.argv = ['', *{arguments}]\nrunpy.run_module({module!r}, None, '__main__')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2, done.stderr
+    line = (
+        r"error: [\w./ ]+ needs more than jax and flax: pip install 'mhc-jax\[train\]' \(not installed: .*grain.*\)\n"
+    )
+    assert re.fullmatch(line, done.stderr), done.stderr
+    assert not done.stdout
+
+
+def test_an_import_without_the_extra_is_an_import_error_and_the_library_rooms_work() -> None:
+    code = f"""{WITHOUT_TRAIN}
+import json
+import mhc.residual, mhc.kernels, mhc.model.decoder, mhc.config
+try:
+    import mhc.train
+except ImportError as error:
+    print(json.dumps(str(error)))
+raise ValueError("of their own")
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert "pip install 'mhc-jax[train]'" in json.loads(done.stdout)
+    # What Python prints of other exceptions stays.
+    assert done.returncode == 1
+    assert done.stderr.startswith("Traceback") and done.stderr.endswith("ValueError: of their own\n")
