@@ -12,7 +12,9 @@ from mhc.config import DataConfig
 from mhc.data.corpus.pieces import Pieces, piece_size
 from mhc.data.corpus.sources import Source, joint_fingerprint, parts
 from mhc.data.rows.encoding import Encode, open_corpus
+from mhc.data.rows.packing import Batch, DocumentStream, empty_batch
 from mhc.data.tokenizers import Tokenizer
+from mhc.data.windtunnel.rows import TaskOrder, open_task
 
 
 class Order(NamedTuple):
@@ -23,8 +25,24 @@ class Order(NamedTuple):
     places: grain.MapDataset  # of pieces: their numbers
     documents: grain.MapDataset
 
+    def stream(self, position: int, stride: int, offset: int) -> DocumentStream:
+        """Return the documents ``position, position + stride, …``, the first without its first ``offset`` pairs."""
+        return DocumentStream(self.documents.__getitem__, position, stride, offset)
 
-def open_orders(data: DataConfig, tokenizer: Tokenizer, seed: int) -> list[Order]:
+    def empty(self, rows: int, length: int) -> Batch:
+        """Return a batch of padding."""
+        return empty_batch(rows, length)
+
+    def name(self, position: int) -> str:
+        """Return the file and place of the document at a position."""
+        return self.source.name(self.pieces.document(int(self.places[position])))
+
+
+def open_orders(data: DataConfig, tokenizer: Tokenizer, seed: int) -> list[Order] | list[TaskOrder]:
+    """Return the order of each source of a split; of a wind tunnel, its endless sequences."""
+    made = open_task(data)
+    if made is not None:
+        return [TaskOrder(made, data.source, seed)]
     # grain adds the epoch to the seed: without a hash, seed 1 would begin with the second epoch of seed 0
     order_seed = int(np.random.SeedSequence(seed).generate_state(1)[0])
     orders = []
@@ -37,5 +55,6 @@ def open_orders(data: DataConfig, tokenizer: Tokenizer, seed: int) -> list[Order
     return orders
 
 
-def fingerprint(orders: Sequence[Order]) -> str:
+def fingerprint(orders: Sequence[Order | TaskOrder]) -> str:
+    """Return a text in hexadecimal that is equal where the corpora and their orders are."""
     return orders[0].source.fingerprint if len(orders) == 1 else joint_fingerprint([order.source for order in orders])

@@ -1,8 +1,7 @@
-"""Tasks whose exact Bayesian posterior is known at every position (arXiv:2512.22471).
+"""The tasks: what a sequence reads, where it is supervised, and the exact posterior there.
 
-A source ``windtunnel:bijection`` or ``windtunnel:hmm`` is endless: a sequence is a pure function of the task, the seed
-and its number, so that any process makes any row of any batch by itself. Numbers of a task follow the name, e.g.
-``windtunnel:hmm,length=10``.
+A sequence is a pure function of the task, the seed, the split and its number, so that any process makes any row of any
+batch by itself.
 """
 
 from __future__ import annotations
@@ -100,8 +99,8 @@ def _generator(seed: int, split: Split, index: int) -> np.random.Generator:
 class Bijection:
     """A fresh uniform permutation π of ``symbols`` keys a sequence, and its values asked for key by key.
 
-    A sequence reads k_1 π(k_1) k_2 π(k_2) … k_{V−1} with distinct keys in random order: 2V − 3 tokens, ids 0 … V − 1 for
-    keys and V … 2V − 1 for values. Each key is supervised, and predicts its value, which is the next token; the last
+    A sequence reads k_1 π(k_1) k_2 π(k_2) … k_{V−1} with distinct keys in random order: 2V − 3 tokens, of which ids
+    0 … V − 1 are keys and V … 2V − 1 values. Each key is supervised, and predicts its value, which is the next token; the last
     one's stands in no sequence. Before the m-th value the posterior is uniform over the V − m + 1 values that were not
     seen, so its entropy is log2(V − m + 1) bits.
     """
@@ -139,6 +138,10 @@ class Bijection:
     def optimum(self) -> float:
         """The exact posterior's cross-entropy in nats: Σ_m ln(V − m + 1) / (V − 1), for every sequence."""
         return math.fsum(math.log(left) for left in range(2, self.symbols + 1)) / (self.symbols - 1)
+
+    def symbol(self, id_: int) -> str:
+        """Return the name of an id: k3, v5."""
+        return f"k{id_}" if id_ < self.symbols else f"v{id_ - self.symbols}"
 
     def make(self, seed: int, split: Split, indices: Iterable[int]) -> Sequences:
         """Return the sequences of these numbers; a posterior's classes are the values 0 … V − 1."""
@@ -210,6 +213,13 @@ class HiddenMarkov:
         """The logit of class 0."""
         return 0
 
+    def symbol(self, id_: int) -> str:
+        """Return the name of an id: 0.35, T, E, OBS, o2."""
+        markers = {self.TRANSITION: "T", self.EMISSION: "E", self.OBSERVATION: "OBS"}
+        if id_ >= self.FIRST_SYMBOL:
+            return f"o{id_ - self.FIRST_SYMBOL}"
+        return markers.get(id_) or f"{id_ / 100:.2f}"
+
     def matrices(self, seed: int, split: Split, index: int) -> tuple[np.ndarray, np.ndarray]:
         """Return (transition int64 [S, S], emission int64 [S, O]) of a sequence, in percent as its header has them."""
         draw = _generator(seed, split, index)
@@ -256,6 +266,11 @@ class HiddenMarkov:
 
 Task = Bijection | HiddenMarkov
 TASKS: dict[str, type[Bijection] | type[HiddenMarkov]] = {"bijection": Bijection, "hmm": HiddenMarkov}
+
+
+def is_windtunnel(source: str) -> bool:
+    """Return whether a source, as ``data.source`` names it, is a wind tunnel."""
+    return source.startswith(PREFIX)
 
 
 @functools.cache
