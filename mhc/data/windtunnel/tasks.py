@@ -100,9 +100,9 @@ class Bijection:
     """A fresh uniform permutation π of ``symbols`` keys a sequence, and its values asked for key by key.
 
     A sequence reads k_1 π(k_1) k_2 π(k_2) … k_{V−1} with distinct keys in random order: 2V − 3 tokens, of which ids
-    0 … V − 1 are keys and V … 2V − 1 values. Each key is supervised, and predicts its value, which is the next token; the last
-    one's stands in no sequence. Before the m-th value the posterior is uniform over the V − m + 1 values that were not
-    seen, so its entropy is log2(V − m + 1) bits.
+    0 … V − 1 are keys and V … 2V − 1 values. Each key is supervised, and predicts its value, which is the next token;
+    the last one's stands in no sequence. Before the m-th value the posterior is uniform over the V − m + 1 values that
+    were not seen, so its entropy is log2(V − m + 1) bits.
     """
 
     symbols: int = 20
