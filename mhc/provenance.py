@@ -25,6 +25,7 @@ from mhc import remote
 from mhc.config import Config
 from mhc.errors import UserError
 from mhc.kinds import ModuleError
+from mhc.xla_options import unknown_flags
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
@@ -320,13 +321,17 @@ def make_deterministic(environment: MutableMapping[str, str] = os.environ) -> No
     """Ask XLA for deterministic programs on GPUs; before jax's first use of a device.
 
     Raises:
-      UserError: XLA_FLAGS asks for the contrary.
+      UserError: XLA_FLAGS asks for the contrary, or the installed XLA does not know the flag.
     """
     given = environment.get("XLA_FLAGS", "")
     if _asked(given) is False:
         raise UserError(f"--deterministic: XLA_FLAGS has {DETERMINISTIC}=false, allowed: true, or neither of the two")
     if _asked(given) is None:
-        environment["XLA_FLAGS"] = f"{given} {DETERMINISTIC}=true".strip()
+        flag = f"{DETERMINISTIC}=true"
+        if unknown_flags([flag]):
+            release = importlib.metadata.version("jaxlib")
+            raise UserError(f"--deterministic: the XLA of jaxlib {release} has no {DETERMINISTIC}")
+        environment["XLA_FLAGS"] = f"{given} {flag}".strip()
 
 
 def is_deterministic() -> bool:

@@ -27,6 +27,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from mhc import kinds
 from mhc.config import MeshConfig
 from mhc.errors import UserError
+from mhc.xla_options import known_options
 
 log = logging.getLogger(__name__)
 
@@ -256,13 +257,14 @@ def jit(function: Callable[..., Any], mesh: Mesh | None, **options: Any) -> Any:
     """``jax.jit`` with these options, for a program with collectives over the mesh.
 
     Where devices are threads of a CPU, two independent collectives of one program may be entered in different orders by
-    different devices, and wait for each other for ever. So their order is fixed by a compiler option; and since a
-    program that is read from the persistent compilation cache has lost it (jax 0.10.2), it is never written there.
+    different devices, and wait for each other for ever. So their order is fixed by a compiler option, where XLA has
+    it; and since a program that is read from the persistent compilation cache has lost it (jax 0.10.2), it is never
+    written there.
     """
     if mesh is None or not threads_of_one_cpu(mesh):
         return jax.jit(function, **options)
     given = options.pop("compiler_options", None) or {}
-    return _Uncached(jax.jit(function, compiler_options=_IN_ORDER | given, **options))
+    return _Uncached(jax.jit(function, compiler_options=known_options(_IN_ORDER) | given, **options))
 
 
 _IN_ORDER = {"xla_cpu_enable_concurrency_optimized_scheduler": False}

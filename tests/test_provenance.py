@@ -17,7 +17,7 @@ from mhc import provenance
 from mhc.config import from_json
 from mhc.errors import UserError
 from mhc.files import read_json, write_json
-from mhc.remote import lock
+from mhc.run_folder import lock
 from mhc.sharding import make_mesh
 from mhc.train import run as runs
 from tests.small_runs import assert_equal_runs, config, resolved, run, snapshot

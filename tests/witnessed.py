@@ -131,11 +131,12 @@ def compared(folder: Path) -> dict[str, Any]:
 def scored(run: Path) -> dict[str, Any]:
     """Return what eval.perplexity says of the last checkpoint on all of the corpus' validation split."""
     from mhc.eval.common import checkpoints
-    from mhc.eval.perplexity import __main__ as perplexity
+    from mhc.eval.common.rows import packed
+    from mhc.eval.perplexity.score import score, summary
 
     checkpoint = checkpoints.load(str(run), devices=jax.devices()[:1])
-    corpus = perplexity.packed(checkpoint.config, "validation", rows=0, batch_size=4)
-    found = perplexity.summary(perplexity.score(checkpoint, corpus), None)
+    corpus = packed(checkpoint.config, "validation", rows=0, batch_size=4)
+    found = summary(score(checkpoint, corpus), None)
     return {name: value for name, value in found.items() if name not in ("checkpoint", "seconds", "by_context")}
 
 

@@ -10,6 +10,7 @@ maps are taken on the run's own probe batch and averaged over its tokens, so tha
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,7 +23,10 @@ from mhc.errors import UserError
 from mhc.eval.common import checkpoints
 
 if TYPE_CHECKING:
-    from mhc.eval.compare.figures import Drawn
+    import jax
+
+    from mhc.eval.common.page import Drawn
+    from mhc.model.decoder import Decoder, SublayerView
 
 MOST = 8  # checkpoints side by side
 
@@ -46,56 +50,56 @@ def measure(checkpoint: checkpoints.Checkpoint, sequences: int | None = None) ->
     Args:
       sequences: of the validation set; None: monitor.probe_sequences.
     """
-    import dataclasses
-
     import jax
-    import jax.numpy as jnp
 
-    from mhc.model.decoder import SublayerView
+    from mhc.eval.common.program import Program
     from mhc.monitor import probes
-    from mhc.residual.functional import composite_maps
-    from mhc.sharding import jit, replicated, tracing_for
 
-    config, definition, mesh = checkpoint.config, checkpoint.definition, checkpoint.mesh
+    config = checkpoint.config
     if sequences is not None:
         monitor = dataclasses.replace(config.monitor, probe_sequences=sequences)
         config = dataclasses.replace(config, monitor=monitor)
     batch = probes.probe_batch(config)
+    try:
+        means = jax.block_until_ready(Program(checkpoint, _means)(batch))
+    except UserError as error:
+        raise UserError(f"{checkpoint.name}: {error}") from None
+    probe = probes.compile_probe(checkpoint.definition, checkpoint.mesh)(checkpoint.params, batch)
+    return Mappings(
+        checkpoint.name,
+        config.residual.kind,
+        **{name: np.asarray(value, np.float64) for name, value in means.items()},
+        probe={name: np.asarray(value) for name, value in jax.device_get(probe).items()},
+    )
+
+
+def _means(decoder: Decoder, batch: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    """Return the maps of ``Mappings``, as means over the tokens of a batch."""
+    import jax.numpy as jnp
+
+    from mhc.residual.functional import composite_maps
+
+    kind = decoder.config.residual.kind
 
     def observe(view: SublayerView) -> dict[str, jax.Array]:
         maps = view.connection.maps(view.context)
         if maps is None:
-            raise UserError(
-                f"{checkpoint.name}: residual.kind={config.residual.kind} has no maps between streams to draw"
-            )
+            raise UserError(f"residual.kind={kind} has no maps between streams to draw")
         return {"res": maps.res, "pre": maps.pre, "post": maps.post}
 
-    def run(params: Any, batch: dict[str, jax.Array]) -> dict[str, jax.Array]:
-        with tracing_for(mesh):
-            decoder = definition.bind(params)
-            _, seen = decoder.hidden(batch["tokens"], batch["segment_ids"], batch["positions"], observe=observe)
-        res = seen["res"]  # [S, B, T, N, N]
-        # Products from the end are those from the start of the transposed maps in reverse order, transposed.
-        backwards = composite_maps(jnp.swapaxes(res, -1, -2)[::-1])
-        found = {
-            "single": res,
-            "from_start": composite_maps(res),
-            "to_end": jnp.swapaxes(backwards, -1, -2)[::-1],
-            "pre": seen["pre"],
-            "post": seen["post"],
-        }
-        valid = (batch["segment_ids"] > 0).astype(jnp.float32)
-        return {name: jnp.einsum("sbt...,bt->s...", value, valid) / jnp.sum(valid) for name, value in found.items()}
-
-    compiled = jit(run, mesh, out_shardings=replicated(mesh))
-    found = jax.block_until_ready(compiled(checkpoint.params, batch))
-    probe = probes.compile_probe(definition, mesh)(checkpoint.params, batch)
-    return Mappings(
-        checkpoint.name,
-        config.residual.kind,
-        **{name: np.asarray(value, np.float64) for name, value in found.items()},
-        probe={name: np.asarray(value) for name, value in jax.device_get(probe).items()},
-    )
+    _, seen = decoder.hidden(batch["tokens"], batch["segment_ids"], batch["positions"], observe=observe)
+    res = seen["res"]  # [S, B, T, N, N]
+    # Products from the end are those from the start of the transposed maps in reverse order, transposed.
+    backwards = composite_maps(jnp.swapaxes(res, -1, -2)[::-1])
+    every = {
+        "single": res,
+        "from_start": composite_maps(res),
+        "to_end": jnp.swapaxes(backwards, -1, -2)[::-1],
+        "pre": seen["pre"],
+        "post": seen["post"],
+    }
+    valid = (batch["segment_ids"] > 0).astype(jnp.float32)
+    return {name: jnp.einsum("sbt...,bt->s...", value, valid) / jnp.sum(valid) for name, value in every.items()}
 
 
 def chosen(depth: int) -> list[tuple[str, str, int]]:
@@ -111,8 +115,9 @@ def chosen(depth: int) -> list[tuple[str, str, int]]:
 
 def draw(every: Sequence[Mappings], folder: Path) -> list[Drawn]:
     """maps_K.png of each checkpoint; gains, distances and weights of all: PNG and CSV in the folder."""
+    from mhc.eval.common.page import Drawn
+    from mhc.eval.common.palette import styles_of_kinds
     from mhc.eval.common.sheet import Sheet
-    from mhc.eval.compare.figures import Drawn, styles_of_kinds
 
     look = styles_of_kinds([one.kind for one in every])
     legend = [(style, one.name) for style, one in zip(look, every, strict=True)]
@@ -226,24 +231,20 @@ _ROWS = (
 
 
 def page(every: Sequence[Mappings], drawn: Sequence[Drawn]) -> str:
-    """mappings.html."""
-    from mhc.eval.compare import report
-    from mhc.eval.compare.findings import number
+    """Return mappings.html."""
+    from mhc.eval.common.page import cell, document, figures, table, text
+    from mhc.eval.common.words import number
 
-    found = [summary(one) for one in every]
+    summaries = [summary(one) for one in every]
     rows = [
-        [f"<td>{report.text(one['checkpoint'])}</td>", f"<td>{one['kind']}</td>"]
-        + [f"<td>{number(one[key])}</td>" for key, _ in _ROWS]
-        for one in found
+        [cell(text(values["checkpoint"])), cell(values["kind"]), *(cell(number(values[key])) for key, _ in _ROWS)]
+        for values in summaries
     ]
-    table = report.table(["checkpoint", "kind", *(heading for _, heading in _ROWS)], rows)
-    figures = "".join(report.figure(one) for one in drawn)
-    title = "Residual maps"
-    body = f"""<h1>{title}</h1>
+    body = f"""<h1>Residual maps</h1>
 <p class="lead">How checkpoints mix their streams, on the probe batch of each run.</p>
-{table}
-<div class="figures">{figures}</div>"""
-    return report.document(title, body)
+{table(["checkpoint", "kind", *(heading for _, heading in _ROWS)], rows)}
+{figures(drawn)}"""
+    return document("Residual maps", body)
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -22,8 +22,9 @@ from typing import TYPE_CHECKING, Any
 from mhc import cli, remote, stdio
 from mhc.errors import UserError
 from mhc.eval.common import checkpoints
+from mhc.eval.common.rows import add_arguments, corpus_of, rows_of
 from mhc.eval.harness import __main__ as harness
-from mhc.eval.perplexity.__main__ import add_arguments, corpus_of, rows_of, score, summary
+from mhc.eval.perplexity.score import score, summary
 from mhc.remote import Folder
 
 if TYPE_CHECKING:
@@ -162,7 +163,7 @@ def main(arguments: Sequence[str]) -> int:
         raise UserError(f"{run}: not a run folder (it has no config.json)")
     rows = rows_of(
         options,
-        checkpoints.changed(from_json(stored.decode(), run / "config.json"), checkpoints.of_config(changes)),
+        checkpoints.changed(from_json(stored.decode(), run / "config.json"), checkpoints.without_mesh(changes)),
         changes,
     )
     names = [name.strip() for name in (options.tasks or "").split(",") if name.strip()]
@@ -181,7 +182,7 @@ def main(arguments: Sequence[str]) -> int:
         return found
 
     how = {
-        "changes": checkpoints.of_config(changes),
+        "changes": checkpoints.without_mesh(changes),
         **{name: getattr(options, name) for name in ("split", "stride", "without_eos", "limit")},
         "rows": rows,
         "tasks": names,

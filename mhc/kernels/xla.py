@@ -179,7 +179,7 @@ def _project_forward(x: jax.Array, phi: jax.Array, eps: float) -> tuple[jax.Arra
     dtype = _wide(x, phi)
     xw, pw = x.astype(dtype), phi.astype(dtype)
     scale = jax.lax.rsqrt(jnp.mean(xw * xw, axis=(-2, -1)) + eps)
-    raw = jnp.moveaxis(jnp.einsum("...nd,ndr->...r", xw, pw), -1, 0) * scale
+    raw = jnp.moveaxis(jnp.einsum("...nd,ndr->...r", xw, pw), -1, 0) * scale[None]
     return raw, (x, phi, raw, scale)
 
 
@@ -187,7 +187,7 @@ def _project_backward(eps: float, residuals: Any, g: jax.Array) -> tuple[jax.Arr
     x, phi, raw, scale = residuals
     xw, pw = x.astype(raw.dtype), phi.astype(raw.dtype)
     n, d = x.shape[-2:]
-    tokens_last = g * scale  # [R, ...]
+    tokens_last = g * scale[None]  # [R, ...]
     tokens = tuple(range(x.ndim - 2))
     # [R, tokens] x [tokens, N, D]: both as they lie in memory.
     d_phi = jnp.moveaxis(jnp.tensordot(tokens_last, xw, axes=(tuple(t + 1 for t in tokens), tokens)), 0, -1)

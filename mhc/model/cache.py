@@ -77,7 +77,7 @@ def slots_of(config: Config, max_length: int, local: bool) -> int:
 def slot_positions(lengths: Int[Array, " B"], slots: int) -> Int[Array, "B U"]:
     """The position that each slot of a row of this length holds, the newest that falls to it; -1 where none does."""
     last = lengths[:, None] - 1
-    return jnp.maximum(last - (last - jnp.arange(slots, dtype=jnp.int32)) % slots, -1)
+    return jnp.maximum(last - (last - jnp.arange(slots, dtype=jnp.int32)[None]) % slots, -1)
 
 
 class NewTokens(NamedTuple):

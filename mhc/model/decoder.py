@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from mhc import sharding
@@ -18,7 +19,6 @@ from mhc.model.attention import (
     Cache,
     CacheContext,
     attention_context,
-    relative_table,
 )
 from mhc.model.block import Block, Carry, Observer, Seen, SublayerView, build_topology, laid_out
 from mhc.model.cache import (
@@ -52,7 +52,8 @@ class PositionTable(nnx.Module):
             d = config.model.width
             self.table = kernel(config, key / "table", (config.max_length, d), d)
         else:
-            self.bias = relative_table(config, key)
+            shape, key = (config.positions.buckets, config.attention.heads), key / "bias"
+            self.bias = nnx.Param(np.float32(config.init.std) * jax.random.normal(key.key, shape, jnp.float32))
 
 
 class _CachedCarry(NamedTuple):
@@ -319,7 +320,7 @@ class Decoder(nnx.Module):
         rows = jnp.arange(tokens.shape[0])[:, None]
         slots = jnp.where(new.valid, new.positions, cache.max_length)
         every = cache.tokens.at[rows, slots].set(tokens, mode="drop")
-        segment_ids = (jnp.arange(cache.max_length) < new.lengths[:, None]).astype(jnp.int32)
+        segment_ids = (jnp.arange(cache.max_length)[None] < new.lengths[:, None]).astype(jnp.int32)
         h = self.forward(every, segment_ids, prefix=new.prefix).h
         h = jnp.take_along_axis(h, new.positions[:, :, None], axis=1)
         return h, dataclasses.replace(cache, lengths=new.lengths, prefix=new.prefix, tokens=every)

@@ -69,8 +69,9 @@ def _affine(y: jax.Array, scale: jax.Array | None, shift: jax.Array | None) -> j
     if scale is None and shift is None:
         return y
     wide = y.astype(jnp.promote_types(y.dtype, jnp.float32))
-    wide = wide if scale is None else wide * scale
-    return (wide if shift is None else wide + shift).astype(y.dtype)
+    wide = wide if scale is None else wide * jax.lax.broadcast_to_rank(scale, y.ndim)
+    wide = wide if shift is None else wide + jax.lax.broadcast_to_rank(shift, y.ndim)
+    return wide.astype(y.dtype)
 
 
 def _patched(x: jax.Array, where: jax.Array | None) -> jax.Array:

@@ -124,7 +124,7 @@ class Mlp(nnx.Module):
 
     def _project(self, x: jax.Array, name: str) -> jax.Array:
         y = jnp.einsum("btd,df->btf", x, getattr(self, name)[...].astype(x.dtype))
-        return kept(y + getattr(self, f"{name}_bias")[...].astype(x.dtype) if self.config.mlp.bias else y)
+        return kept(y + getattr(self, f"{name}_bias")[None, None].astype(x.dtype) if self.config.mlp.bias else y)
 
     def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         gate = self._project(x, "gate") if self.config.mlp.kind in GATED else None

@@ -29,7 +29,7 @@ def route(
     """
     moe = config.moe
     scores = jax.nn.softmax(logits, axis=-1) if moe.score == "softmax" else jax.nn.sigmoid(logits)
-    order = scores if bias is None else scores + bias
+    order = scores if bias is None else scores + bias[None, None]
     chosen = sharding.by_rows(lambda order: jax.lax.top_k(order, moe.top_k)[1], jax.lax.stop_gradient(order))
     weights = jnp.take_along_axis(scores, chosen, axis=-1)
     if moe.normalize:

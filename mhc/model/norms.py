@@ -24,7 +24,7 @@ class RMSNorm(nnx.Module):
     def __call__(self, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
         xw = x.astype(jnp.promote_types(x.dtype, jnp.float32))
         xw = xw * jax.lax.rsqrt(jnp.mean(xw * xw, axis=-1, keepdims=True) + self.eps)
-        return (xw * self.scale[...]).astype(x.dtype)
+        return (xw * jax.lax.broadcast_to_rank(self.scale[...], x.ndim)).astype(x.dtype)
 
 
 class LayerNorm(nnx.Module):
@@ -39,7 +39,8 @@ class LayerNorm(nnx.Module):
         xw = x.astype(jnp.promote_types(x.dtype, jnp.float32))
         xw = xw - jnp.mean(xw, axis=-1, keepdims=True)
         xw = xw * jax.lax.rsqrt(jnp.mean(xw * xw, axis=-1, keepdims=True) + self.eps)
-        return (xw * self.scale[...] + self.bias[...]).astype(x.dtype)
+        scale, bias = (jax.lax.broadcast_to_rank(p[...], x.ndim) for p in (self.scale, self.bias))
+        return (xw * scale + bias).astype(x.dtype)
 
 
 def make_norm(config: NormConfig, width: int, gamma: float = 1.0) -> RMSNorm | LayerNorm:

@@ -32,7 +32,7 @@ def rotate(
       factor: of the result (YaRN's attention factor).
     """
     angle = positions[..., None, None].astype(jnp.float32) * (
-        frequencies if frequencies.ndim == 1 else frequencies[:, :, None]
+        frequencies[None, None, None] if frequencies.ndim == 1 else frequencies[:, :, None]
     )
     cos, sin = factor * jnp.cos(angle), factor * jnp.sin(angle)  # [B, T, 1, K/2]
     a, b = jnp.split(x.astype(_wide(x)), 2, axis=-1)
@@ -41,13 +41,14 @@ def rotate(
 
 def base_frequencies(size: int, theta: float | jax.Array) -> jax.Array:
     """theta^(-2i/K), i = 0 .. K/2 - 1, float32; theta [...] gives [..., K/2]."""
+    base = jnp.asarray(theta, jnp.float32)[..., None]
     exponent = -jnp.arange(size // 2, dtype=jnp.float32) / (size // 2)
-    return jnp.asarray(theta, jnp.float32)[..., None] ** exponent
+    return base ** jax.lax.broadcast_to_rank(exponent, base.ndim)
 
 
 def rotary_frequencies(
     config: Config, size: int, lengths: Int[Array, "B T"] | None = None
-) -> tuple[Float[Array, "... K/2"], float]:
+) -> tuple[Float[Array, "... half"], float]:
     """(frequencies, factor of cosines and sines) of the config's rotary scaling, for heads of width ``size``.
 
     - none: theta^(-2i/K). linear: those over ``factor`` (arXiv:2306.15595).
@@ -93,7 +94,7 @@ def sinusoidal(positions: Int[Array, "B T"], width: int) -> Float[Array, "B T D"
     """Sines in even places and cosines in odd ones, of position * 10000^(-2i/D) (arXiv:1706.03762), float32."""
     half = (width + 1) // 2
     frequency = 10_000.0 ** (-jnp.arange(half, dtype=jnp.float32) * 2 / width)
-    angle = positions[..., None].astype(jnp.float32) * frequency
+    angle = positions[..., None].astype(jnp.float32) * frequency[None, None]
     pairs = jnp.stack([jnp.sin(angle), jnp.cos(angle)], axis=-1)  # [B, T, half, 2]
     return pairs.reshape(*positions.shape, 2 * half)[..., :width]
 
@@ -134,7 +135,7 @@ def logit_bias(
     distance = queries[:, :, None] - keys[:, None, :]  # [b, T, U]
     if config.positions.kind == "alibi":
         slopes = jnp.asarray(alibi_slopes(config.attention.heads))
-        return -slopes[:, None, None] * distance[:, None].astype(jnp.float32)
+        return -slopes[None, :, None, None] * distance[:, None].astype(jnp.float32)
     if table is not None:
         chosen = table[bucket(distance, config.positions.buckets, config.positions.max_distance)]  # [b, T, U, H]
         return jnp.moveaxis(chosen, -1, 1)

@@ -66,7 +66,7 @@ def top_p_mask(logits: Float[Array, "B V"], p: float) -> Bool[Array, "B V"]:
     order = jnp.argsort(-logits, axis=-1, stable=True)
     shares = jax.nn.softmax(jnp.take_along_axis(logits, order, axis=-1), axis=-1)
     before = jnp.cumsum(shares, axis=-1) - shares
-    kept = (before < p) | (jnp.arange(logits.shape[-1]) == 0)
+    kept = (before < p) | (jnp.arange(logits.shape[-1]) == 0)[None]
     return jnp.take_along_axis(kept, jnp.argsort(order, axis=-1), axis=-1)
 
 
@@ -87,7 +87,7 @@ def adjust(
     """The logits to sample from, -inf where a token is left out; temperature 0 leaves the most probable one."""
     if temperature == 0:
         first = jnp.argmax(logits, axis=-1, keepdims=True)
-        return jnp.where(jnp.arange(logits.shape[-1]) == first, 0.0, -jnp.inf)
+        return jnp.where(jnp.arange(logits.shape[-1])[None] == first, 0.0, -jnp.inf)
     logits = logits.astype(jnp.float32) / temperature
     if top_k is not None:
         logits = jnp.where(top_k_mask(logits, top_k), logits, -jnp.inf)

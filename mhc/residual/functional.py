@@ -121,6 +121,8 @@ def hc_maps(
     if not dynamic:
         return Maps(*(jnp.broadcast_to(b, x.shape[:-2] + b.shape) for b in arrays))
     w_pre, w_post, w_res, b_pre, b_post, b_res, alpha = arrays
+    b_pre, b_post = (jax.lax.broadcast_to_rank(b, x.ndim - 1) for b in (b_pre, b_post))
+    b_res = jax.lax.broadcast_to_rank(b_res, x.ndim)
     squash = jnp.tanh if tanh else (lambda z: z)
     m = x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + rms_eps)
     pre = alpha[0] * squash(m @ w_pre) + b_pre
@@ -186,7 +188,9 @@ def mhc_logits(raw: ArrayLike, alpha: ArrayLike, bias: ArrayLike, n: int) -> jax
     if not raw.ndim:
         raise ValueError("raw must be [..., 2N+R], got shape ()")
     check_axes("bias", bias, ("2N+R", raw.shape[-1]), leading=False)
-    return raw * jnp.repeat(alpha, jnp.array([n, n, raw.shape[-1] - 2 * n]), total_repeat_length=raw.shape[-1]) + bias
+    width = raw.shape[-1]
+    gates = jnp.repeat(alpha, jnp.array([n, n, width - 2 * n]), total_repeat_length=width)
+    return raw * jax.lax.broadcast_to_rank(gates, raw.ndim) + jax.lax.broadcast_to_rank(bias, raw.ndim)
 
 
 def maps_from_logits(
@@ -253,6 +257,7 @@ def collapse_head(
         raise ValueError(f"scale must be () or [1], got shape {scale.shape}")
     norm = jax.lax.rsqrt(jnp.mean(x * x, axis=(-2, -1)) + rms_eps)
     raw = jnp.einsum("...nd,ndm->...m", x, fn.reshape(n, d, n)) * norm[..., None]
+    scale, base = (jax.lax.broadcast_to_rank(leaf, raw.ndim) for leaf in (scale, base))
     return read(x, jax.nn.sigmoid(scale * raw + base) + map_eps)
 
 

@@ -7,7 +7,8 @@ from collections.abc import Iterator, Mapping
 
 from mhc import remote
 from mhc.files import write_json
-from mhc.remote import Folder, Home
+from mhc.remote import Folder
+from mhc.run_folder import RunFolder
 
 FILE = "corpus.json"
 Files = Mapping[str, Mapping[str, int]]  # {source: {file: bytes}}
@@ -15,7 +16,7 @@ Files = Mapping[str, Mapping[str, int]]  # {source: {file: bytes}}
 _MOST = 5  # files that a message names
 
 
-def keep(home: Home, files: Files) -> None:
+def keep(home: RunFolder, files: Files) -> None:
     """Write what the run reads now, where that is another than what its folder says. Raises DiskFull."""
     if files and stored(home.files) != files:
         write_json(home.files / FILE, files)

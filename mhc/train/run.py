@@ -16,7 +16,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from mhc import chips, distributed, provenance, remote, stdio
+from mhc import chips, distributed, provenance, remote, run_folder, stdio
 from mhc import config as configs
 from mhc.config import Config, shares
 from mhc.data import pipeline, tokenizers
@@ -144,7 +144,7 @@ class Run:
         """
         self.began = time.perf_counter()
         self.primary = distributed.primary()
-        self.home = remote.home(workdir, jax.process_index())
+        self.home = run_folder.open_folder(workdir, jax.process_index())
         self.place = self.home.place  # as the user named it
         self.faults, self.origin = faults, origin
         self.tokenizer: Tokenizer = tokenizers.load(config.data.tokenizer)

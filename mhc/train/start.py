@@ -20,6 +20,7 @@ from mhc.sharding import path_of
 from mhc.train.checkpoint import find_checkpoint, host_of, restore_parts
 from mhc.train.optimizer import make_optimizer
 from mhc.train.step import Trainer, TrainState
+from mhc.xla_options import known_options
 
 
 def preserving(kind: str) -> dict[str, Any]:
@@ -59,7 +60,7 @@ def fresh(definition: DecoderDefinition, seed: int, layout: Any, wanted: Callabl
         return {path_of(path): leaf for path, leaf in leaves if path_of(path) in chosen}
 
     # Compiled, so that of the other parameters nothing is made; once, so that optimising costs more than it saves.
-    once = {"xla_backend_optimization_level": 0} if jax.default_backend() == "cpu" else {}
+    once = known_options({"xla_backend_optimization_level": 0}) if jax.default_backend() == "cpu" else {}
     made = jax.jit(init, out_shardings={path: by_path[path] for path in chosen}, compiler_options=once)
     return dict(made(jax.random.key(seed)))
 

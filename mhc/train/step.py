@@ -19,6 +19,7 @@ from mhc.monitor import guard, nan
 from mhc.sharding import batch_sharding, jit, replicated, shardings, tracing_for
 from mhc.train.loss import cross_entropy
 from mhc.train.optimizer import GROUPS, group_of, learning_rate, make_optimizer, map_paths
+from mhc.xla_options import known_options
 
 Batch = dict[str, jax.Array]
 
@@ -219,7 +220,7 @@ class Trainer:
         batch = batch_sharding(mesh)
         everywhere = replicated(mesh)  # what is measured: every process reads it
         # The initialiser runs once; on CPU, optimising its many random draws costs more than they do.
-        once = {"xla_backend_optimization_level": 0} if mesh.devices.flat[0].platform == "cpu" else {}
+        once = known_options({"xla_backend_optimization_level": 0}) if mesh.devices.flat[0].platform == "cpu" else {}
         self._jit_init = jit(self._traced(self._init), mesh, out_shardings=self.layout, compiler_options=once)
         self.step: Callable[[TrainState, Batch], tuple[TrainState, dict[str, Any]]] = jit(
             self._traced(self._step),

@@ -22,7 +22,8 @@ from mhc.data.corpus.sources import open_source, parts
 from mhc.data.rows.mixture import Assignment
 from mhc.errors import UserError
 from mhc.eval.common import checkpoints
-from mhc.eval.perplexity import __main__ as perplexity
+from mhc.eval.common import rows as corpora
+from mhc.eval.perplexity.score import score
 from mhc.files import read_jsonl
 from tests.small_runs import assert_equal_runs, config, run
 
@@ -144,8 +145,8 @@ def test_a_run_writes_of_each_source_and_each_set(mixed, tmp_path):
 
     # Perplexity reads the same rows of each set.
     checkpoint = checkpoints.load(str(tmp_path / "whole"), devices=jax.devices()[:1])
-    corpus = perplexity.packed(checkpoint.config, "validation", rows=16, batch_size=8)
-    sums = perplexity.score(checkpoint, corpus).sums
+    corpus = corpora.packed(checkpoint.config, "validation", rows=16, batch_size=8)
+    sums = score(checkpoint, corpus).sums
     assert sums.nll.sum() / sums.tokens.sum() == pytest.approx(last["val_loss"], rel=1e-6)
 
 

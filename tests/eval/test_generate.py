@@ -24,8 +24,9 @@ from mhc.data import tokenizers
 from mhc.data.tokenizers import Tokenizer
 from mhc.errors import UserError
 from mhc.eval.common.checkpoints import locate
+from mhc.eval.common.generator import Completion, Generator, _row_key, chunks, padded
+from mhc.eval.common.text_streams import StopStrings, text_stream
 from mhc.eval.generate import __main__ as generate
-from mhc.eval.generate.__main__ import Completion, Generator, StopStrings, chunks, padded, text_stream
 from mhc.model.decoder import Params
 from mhc.model.sampling import Sampling, sample, token_keys
 from mhc.train.checkpoint import Checkpoints
@@ -91,7 +92,7 @@ def test_tokens_are_those_of_the_full_forward(config: Config) -> None:
 
     for prompt, completion in zip(PROMPTS, made, strict=True):
         ids = [BYTES.bos_id, *prompt.encode()]
-        key, prefix = generate._row_key(5, ids), min(config.attention.prefix, len(ids))
+        key, prefix = _row_key(5, ids), min(config.attention.prefix, len(ids))
         for token in completion.tokens:
             row = jnp.zeros(16, jnp.int32).at[: len(ids)].set(jnp.asarray(ids))
             assert expected(row, jnp.asarray(len(ids)), jnp.asarray(prefix), key) == token

@@ -27,11 +27,12 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 from mhc import cli
 from mhc.errors import UserError
 from mhc.eval.common import checkpoints
+from mhc.eval.common import rows as corpora
 from mhc.eval.common.scoring import windows
 from mhc.eval.harness import __main__ as harness
 from mhc.eval.harness import lm
 from mhc.eval.harness.lm import LanguageModel, generation
-from mhc.eval.perplexity import __main__ as perplexity
+from mhc.eval.perplexity.score import score
 from tests.small import random_params
 from tests.small_runs import config, run, snapshot, write_corpus
 
@@ -219,8 +220,8 @@ def test_rolling_is_perplexity_without_the_ends_of_documents(trained, tmp_path, 
     checkpoint = checkpoints.load(str(trained), changes=source, devices=jax.devices()[:1])
     checkpoint = checkpoint._replace(params=model.checkpoint.params)
     length = checkpoint.config.data.sequence_length
-    corpus = perplexity.sliding(checkpoint.config, "validation", rows=0, batch_size=4, stride=length, eos=False)
-    expected = perplexity.score(checkpoint, corpus)
+    corpus = corpora.sliding(checkpoint.config, "validation", rows=0, batch_size=4, stride=length, eos=False)
+    expected = score(checkpoint, corpus)
     rolling = model.loglikelihood_rolling([request("loglikelihood_rolling", text) for text in [*texts, ""]])
     assert rolling[-1] == 0.0
     np.testing.assert_allclose(sorted(rolling[:-1]), sorted(-expected.sums.nll), rtol=1e-6)
@@ -229,13 +230,14 @@ def test_rolling_is_perplexity_without_the_ends_of_documents(trained, tmp_path, 
 
 def test_single_tokens_behind_one_context_take_one_pass(model, monkeypatch):
     seen: list[Any] = []
-    submit = model._scorer.submit
+    each = model._scorer.each
 
-    def noted(batch: Any) -> Any:
-        seen.append(batch)
-        return submit(batch)
+    def noted(batches: Any) -> Any:
+        every = list(batches)
+        seen.extend(every)
+        return each(every)
 
-    monkeypatch.setattr(model._scorer, "submit", noted)
+    monkeypatch.setattr(model._scorer, "each", noted)
     model.loglikelihood([request("loglikelihood", words(3, 0), " " + word) for word in ("norm", "of", "is", "its")])
     (batch,) = seen
     assert (batch["segment_ids"].sum(axis=1) > 0).sum() == 1

@@ -13,11 +13,13 @@ import pytest
 
 from mhc import cli
 from mhc.eval.common import checkpoints
+from mhc.eval.common import rows as corpora
 from mhc.eval.common.checkpoints import Checkpoint
+from mhc.eval.common.statistics import ratio
 from mhc.eval.inspect import __main__ as inspect
 from mhc.eval.inspect import interventions
 from mhc.eval.inspect.interventions import Case
-from mhc.eval.perplexity import __main__ as perplexity
+from mhc.eval.perplexity.score import score
 from mhc.monitor import probes
 from mhc.sharding import make_mesh
 from tests.small import VOCAB, random_params, relative_error, small
@@ -73,12 +75,12 @@ def test_an_estimate_is_a_ratio_with_the_interval_of_its_rows():
     rng = np.random.default_rng(0)
     counts = rng.integers(1, 50, 400)
     sums = counts * 3.0 + rng.standard_normal(400) * np.sqrt(counts)
-    one = interventions.ratio(sums[:, None], counts)
+    one = ratio(sums[:, None], counts)
     exact = 1.0 / np.sqrt(counts.sum())  # each token has noise of its own
     np.testing.assert_allclose(one.error, exact, rtol=0.1)
     np.testing.assert_allclose(one.high - one.low, 2 * 1.96 * exact, rtol=0.1)
     assert one.value[0] == sums.sum() / counts.sum()
-    alone = interventions.ratio(sums[:1, None], counts[:1])
+    alone = ratio(sums[:1, None], counts[:1])
     assert alone.at(0) == {"value": sums[0] / counts[0], "low": None, "high": None}
 
 
@@ -97,8 +99,8 @@ def test_dead_heads_change_nothing_and_the_one_that_lives_is_found(loaded):
     ablater = interventions.Ablater(checkpoint, rows)
     which = [*interventions.cases(checkpoint.config), Case("heads", None, ((0, 1), (1, 1)))]
     zero = ablater.ablate(which)
-    corpus = perplexity.packed(checkpoint.config, "validation", rows=0, batch_size=8)
-    sums = perplexity.score(checkpoint, corpus).sums
+    corpus = corpora.packed(checkpoint.config, "validation", rows=0, batch_size=8)
+    sums = score(checkpoint, corpus).sums
     np.testing.assert_allclose(zero.base, sums.nll.sum() / sums.tokens.sum(), rtol=1e-6)
     assert zero.tokens == sums.tokens.sum()
 
@@ -135,10 +137,10 @@ def test_a_mark_is_for_what_noise_does_not_do():
     """A thousand changes that are noise, one of ten standard errors, and one row, of which nothing can be said."""
     sums = np.random.default_rng(0).standard_normal((64, 1000))
     sums[:, 7] += 10 / 8
-    change = interventions.ratio(sums, np.ones(64))
+    change = ratio(sums, np.ones(64))
     np.testing.assert_array_equal(np.flatnonzero(interventions.differs(change, 1000)), [7])
     assert 20 < interventions.differs(change, 1).sum() < 100  # one at a time, noise would be marked
-    assert not interventions.differs(interventions.ratio(sums[:1], np.ones(1)), 1).any()
+    assert not interventions.differs(ratio(sums[:1], np.ones(1)), 1).any()
 
 
 def test_the_control_is_of_other_heads():

@@ -21,9 +21,11 @@ from mhc import cli
 from mhc.config import PositionsConfig
 from mhc.data.tokenizers import ByteTokenizer, JsonTokenizer
 from mhc.eval.common import checkpoints
+from mhc.eval.common import rows as corpora
+from mhc.eval.common.statistics import share_interval
 from mhc.eval.longcontext import __main__ as longcontext
 from mhc.eval.longcontext import needles, reach
-from mhc.eval.perplexity import __main__ as perplexity
+from mhc.eval.perplexity.score import score
 from mhc.files import read_json
 from mhc.sharding import make_mesh
 from tests.small import definition, random_params, with_fields
@@ -138,7 +140,7 @@ def test_distractors_mislead_a_model_that_ignores_the_key(language: str) -> None
     blind = {"text": slice(-len("Abcdef is"), -len(" is")), "other words": slice(1, 7), "ids": slice(1, 5)}[language]
     found = needles.distracted(exam(language, copier(query, blind=blind), samples=40), 400, counts)
     for count, one in found.items():
-        low, high = needles.share_interval(40 / (1 + count), 40)  # it takes the last sentence, whichever that is
+        low, high = share_interval(40 / (1 + count), 40)  # it takes the last sentence, whichever that is
         assert low <= one.exact.mean() <= high
         assert (one.rank[one.exact == 0] > 1).all()  # what it takes is among the candidates
     np.testing.assert_array_equal(found[0].exact, 1)
@@ -219,9 +221,9 @@ def test_the_effect_of_a_place_is_found_and_none_is_not():
 
 
 def test_intervals_of_shares_are_wilsons():
-    np.testing.assert_allclose(needles.share_interval(0, 20), (0.0, 0.16113), atol=1e-4)
-    np.testing.assert_allclose(needles.share_interval(10, 20), (0.29930, 0.70070), atol=1e-4)
-    np.testing.assert_allclose(needles.share_interval(20, 20), (0.83887, 1.0), atol=1e-4)
+    np.testing.assert_allclose(share_interval(0, 20), (0.0, 0.16113), atol=1e-4)
+    np.testing.assert_allclose(share_interval(10, 20), (0.29930, 0.70070), atol=1e-4)
+    np.testing.assert_allclose(share_interval(20, 20), (0.83887, 1.0), atol=1e-4)
 
 
 # Models ---------------------------------------------------------------------------------------------------------------
@@ -243,11 +245,11 @@ def test_values_are_scored_as_by_the_whole_logits(checkpoint):
     decoder = definition(checkpoint.config).bind(checkpoint.params)
     rows = [needles.Row(one[:20], one[20:]) for one in rows_of(rng, 5, 22)]
     found = longcontext.ModelScore(checkpoint, 4)(rows)
-    for row, score in zip(rows, found, strict=True):
+    for row, told in zip(rows, found, strict=True):
         ids = np.concatenate(row)
         log_p = np.asarray(jax.nn.log_softmax(decoder(jnp.asarray(ids[None, :-1]))[0]))[len(row.context) - 1 :]
-        np.testing.assert_allclose(score.log_prob, log_p[range(len(row.value)), row.value].sum(), rtol=1e-5)
-        assert score.exact == (log_p.argmax(axis=1) == row.value).all()
+        np.testing.assert_allclose(told.log_prob, log_p[range(len(row.value)), row.value].sum(), rtol=1e-5)
+        assert told.exact == (log_p.argmax(axis=1) == row.value).all()
     # What greedy decoding gives is exact, and nothing else: not with another first or last token.
     ids = np.concatenate(rows[0])
     for place in (20, 21, 22):
@@ -267,8 +269,8 @@ def test_at_the_trained_length_it_is_the_loss_by_context(checkpoint, tmp_path):
         )
     source = with_fields(checkpoint.config, data={"source": f"text:{tmp_path}/*.txt", "holdout": 0.3})
     here = checkpoint._replace(config=source)
-    corpus = perplexity.sliding(source, "validation", rows=0, batch_size=8, stride=length)
-    known = perplexity.score(here, corpus)
+    corpus = corpora.sliding(source, "validation", rows=0, batch_size=8, stride=length)
+    known = score(here, corpus)
     rows = reach.loss_rows(reach.open_corpus(source, "validation"), length, 1 + len(known.documents), 0)
     assert rows is not None and not rows.joined and rows.ids.shape == (len(known.documents), 1, length + 1)
     nll = reach.position_losses(here, rows.ids, batch_size=8)

@@ -18,8 +18,9 @@ from mhc import cli
 from mhc.config import from_json
 from mhc.errors import UserError
 from mhc.eval.common import checkpoints
-from mhc.eval.common.scoring import Sums, intervals, measures, resampled
+from mhc.eval.common import rows as corpora
 from mhc.eval.perplexity import __main__ as perplexity
+from mhc.eval.perplexity.score import Scored, Sums, estimates, measures, score, summary
 from mhc.files import read_jsonl
 from tests.small_runs import config, run, snapshot
 
@@ -32,12 +33,12 @@ def trained(corpus: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def found(checkpoint: checkpoints.Checkpoint, batch_size: int = 8, rows: int = 16) -> perplexity.Found:
-    corpus = perplexity.packed(checkpoint.config, "validation", rows=rows, batch_size=batch_size)
-    return perplexity.score(checkpoint, corpus)
+def found(checkpoint: checkpoints.Checkpoint, batch_size: int = 8, rows: int = 16) -> Scored:
+    corpus = corpora.packed(checkpoint.config, "validation", rows=rows, batch_size=batch_size)
+    return score(checkpoint, corpus)
 
 
-def loss(one: perplexity.Found) -> float:
+def loss(one: Scored) -> float:
     return float(one.sums.nll.sum() / one.sums.tokens.sum())
 
 
@@ -80,22 +81,21 @@ def test_a_uniform_model_gives_log_v(trained):
     uniform = checkpoint._replace(params=jax.tree.map(lambda leaf: 0 * leaf, checkpoint.params))
     one = found(uniform)
     np.testing.assert_allclose(loss(one), math.log(checkpoint.config.vocab_size), rtol=1e-6)
-    summary = perplexity.summary(one, None)
-    np.testing.assert_allclose([row["loss"] for row in summary["by_context"]], math.log(258), rtol=1e-6)
+    said = summary(one, None)
+    np.testing.assert_allclose([row["loss"] for row in said["by_context"]], math.log(258), rtol=1e-6)
 
 
 def test_every_token_of_a_document_is_counted_once(trained):
     """Packed or by windows of any stride: as many targets and bytes of each document as it has."""
     checkpoint = checkpoints.load(str(trained), devices=jax.devices()[:1])
-    source, encode = perplexity._open(checkpoint.config, "validation")
+    source, encode = corpora._open(checkpoint.config, "validation")
     sizes = [len(encode(number).target_bytes) for number in range(len(source))]
     size = [int(encode(number).target_bytes.sum()) for number in range(len(source))]
-    corpora = [perplexity.packed(checkpoint.config, "validation", rows=0, batch_size=5)]
-    corpora += [
-        perplexity.sliding(checkpoint.config, "validation", rows=0, batch_size=5, stride=stride)
-        for stride in (1, 5, 16)
+    every = [corpora.packed(checkpoint.config, "validation", rows=0, batch_size=5)]
+    every += [
+        corpora.sliding(checkpoint.config, "validation", rows=0, batch_size=5, stride=stride) for stride in (1, 5, 16)
     ]
-    for corpus in corpora:
+    for corpus in every:
         tokens, text = np.zeros(len(sizes)), np.zeros(len(sizes))
         for batch in corpus.batches:
             counted = batch["weights"] > 0
@@ -111,9 +111,9 @@ def test_a_window_scores_what_a_forward_of_it_alone_does(trained, stride):
     checkpoint = checkpoints.load(str(trained), devices=jax.devices()[:1])
     length = checkpoint.config.data.sequence_length
     rows = 12
-    corpus = perplexity.sliding(checkpoint.config, "validation", rows=rows, batch_size=4, stride=stride)
-    one = perplexity.score(checkpoint, corpus)
-    _, encode = perplexity._open(checkpoint.config, "validation")
+    corpus = corpora.sliding(checkpoint.config, "validation", rows=rows, batch_size=4, stride=stride)
+    one = score(checkpoint, corpus)
+    _, encode = corpora._open(checkpoint.config, "validation")
     decoder = checkpoint.definition.bind(checkpoint.params)
     full = jax.jit(lambda tokens: jax.nn.log_softmax(decoder(tokens)[0]))
     expected, left, number = np.zeros(len(one.documents)), rows, 0
@@ -163,17 +163,16 @@ def test_several_checkpoints_are_paired_by_document(trained, corpus, tmp_path, c
 def test_intervals_cover_and_equal_documents_have_none():
     """Of 200 corpora of 100 documents, about 95 of 100 intervals hold the true loss."""
     rng, held = np.random.default_rng(0), 0
-    weights = resampled(100, 400)
     for _ in range(200):
         tokens = rng.integers(5, 50, 100).astype(float)
         means = rng.gamma(4.0, 0.5, 100)  # of mean 2
-        low, high = intervals(Sums(means * tokens, tokens, tokens), weights)["loss"]
-        held += low <= 2.0 <= high
+        loss = estimates(Sums(means * tokens, tokens, tokens))["loss"]
+        held += bool(loss.low <= 2.0 <= loss.high)
     assert 180 <= held <= 197
     same = Sums(np.full(9, 6.0), np.full(9, 3.0), np.full(9, 4.0))
-    for low, high in intervals(same, resampled(9)).values():
-        np.testing.assert_allclose(low, high)
-    assert measures(6.0, 3.0, 4.0)[0] == 2.0
+    for estimate in estimates(same).values():
+        np.testing.assert_allclose(estimate.low, estimate.high)
+    assert measures(np.array(6.0), np.array(3.0), np.array(4.0)).loss == 2.0
 
 
 def arguments(*given: str, **named: str) -> list[str]:

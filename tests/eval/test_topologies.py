@@ -9,21 +9,13 @@ import numpy as np
 import pytest
 
 from mhc.eval.compare.runs import Arm, load
-from mhc.eval.compare.topologies import paired, reference_of, t_quantile, topologies
+from mhc.eval.compare.topologies import paired, reference_of, topologies
 from mhc.monitor.detectors import lr_sensitivity
 from tests.eval.synthetic_runs import config, write_run
 
 
 def arms_in(root: Path) -> list[Arm]:
     return load([root])[1]
-
-
-def test_quantiles_of_students_t() -> None:
-    for freedom in (*range(1, 31), 40, 60, 120, 1000):
-        x = np.linspace(0, t_quantile(freedom), 200_001)
-        scale = math.exp(math.lgamma((freedom + 1) / 2) - math.lgamma(freedom / 2)) / math.sqrt(freedom * math.pi)
-        density = scale * (1 + x * x / freedom) ** (-(freedom + 1) / 2)
-        assert 0.5 + np.trapezoid(density, x) == pytest.approx(0.975, abs=3e-5)
 
 
 def test_each_topology_stands_at_its_own_best_rate(tmp_path: Path) -> None:

@@ -360,7 +360,7 @@ def test_an_arm_killed_from_outside_is_left_for_the_next_run(
 
 
 def test_a_folder_in_which_a_run_trains_by_itself_is_left_alone(tmp_path: Path) -> None:
-    from mhc.remote import lock
+    from mhc.run_folder import lock
 
     (tmp_path / "a").mkdir()
     with lock(tmp_path / "a"):

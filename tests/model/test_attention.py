@@ -12,7 +12,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mhc.errors import UserError
-from mhc.model import attention as module
 from mhc.model.attention import (
     HeadAttention,
     LatentAttention,
@@ -21,6 +20,7 @@ from mhc.model.attention import (
     attend_xla,
     attention_context,
     choose_implementation,
+    implementations,
     positions_of,
     visible,
 )
@@ -197,7 +197,7 @@ def test_bfloat16_scores_are_taken_in_float32():
 
 
 def test_auto_is_the_reference_on_cpu_and_says_so(caplog):
-    module._choose.cache_clear()
+    implementations._choose.cache_clear()
     with caplog.at_level("INFO", logger="mhc.model.attention"):
         assert choose_implementation(small(attention={"impl": "auto"})) == "xla"
         assert choose_implementation(small(attention={"impl": "auto"})) == "xla"

@@ -244,7 +244,7 @@ def test_patterns_and_values_are_the_heads_results(name):
         entropy = core.statistics(x, context)[1]
         weights = jax.nn.softmax(scores)
         by_hand = -jnp.sum(jax.scipy.special.xlogy(weights, weights), axis=-1)
-        future = jnp.where(jnp.arange(LENGTH)[:, None] < jnp.arange(LENGTH), weights, 0.0)
+        future = jnp.where((jnp.arange(LENGTH)[:, None] < jnp.arange(LENGTH)[None])[None, None], weights, 0.0)
         return {
             "heads": jnp.max(jnp.abs(view.heads - expected)) / jnp.max(jnp.abs(expected)),
             "output": jnp.max(jnp.abs(view.y - y)) / jnp.max(jnp.abs(y)),

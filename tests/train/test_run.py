@@ -21,7 +21,7 @@ from mhc.data.tokenizers import load
 from mhc.errors import UserError
 from mhc.files import read_json, read_jsonl
 from mhc.monitor import probes
-from mhc.remote import lock
+from mhc.run_folder import lock
 from mhc.sharding import make_mesh, put_batch
 from mhc.train import run as runs
 from mhc.train.checkpoint import Checkpoints, committed_steps, load_run

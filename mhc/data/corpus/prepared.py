@@ -198,7 +198,7 @@ def _fetch(source: remote.Folder, target: Path, digest: str) -> None:
     _log.info("copying %s to %s", source, target)
     with replacing(target) as temporary:
         try:
-            with remote.plainly(source), source.open("rb") as file, open(temporary, "wb") as copy:
+            with remote.reporting_refusals(source), source.open("rb") as file, open(temporary, "wb") as copy:
                 shutil.copyfileobj(file, copy, 1 << 20)
         except FileNotFoundError:
             raise UserError(f"{source} is missing; prepare it again") from None

@@ -108,7 +108,7 @@ def below_fixed(pattern: str) -> str:
 def _match_in_store(kind: str, pattern: str) -> list[Place]:
     folder = remote.path(_fixed_part(pattern))
     remote.check(folder)
-    with remote.plainly(folder):
+    with remote.reporting_refusals(folder):
         found = _store().glob(pattern, detail=True)
     base = os.fspath(folder).removeprefix("gs://").rstrip("/") + "/"
     places = []

@@ -74,7 +74,7 @@ def plain(place: Place, data: DataConfig) -> Path:
 
     Raises UserError for a broken file, and for a parquet file whose column ``data.field`` is missing or no text.
     """
-    with remote.plainly(place.path):
+    with remote.reporting_refusals(place.path):
         check_pointer(place)
     parquet = is_parquet(place.name)
     local = not remote.is_remote(place.path)
@@ -88,7 +88,7 @@ def plain(place: Place, data: DataConfig) -> Path:
         with (
             replacing(copy) as temporary,
             open(temporary, "wb") as target,
-            remote.plainly(place.path),
+            remote.reporting_refusals(place.path),
             place.open() as source,
         ):
             _unpack(place, source, target, data.field)

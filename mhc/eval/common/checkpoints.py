@@ -1,10 +1,10 @@
-"""A run's model for evaluation: of one step or the mean of several, on one device or over a mesh."""
+"""Load a run's model for evaluation: of one step or the mean of several, on one device or over a mesh."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mhc import cli, remote
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Checkpoint(NamedTuple):
-    """A model as a run left it."""
+    """Holds a model as a run left it."""
 
     name: str  # as the user gave it, with its step
     config: Config  # resolved
@@ -30,14 +30,14 @@ class Checkpoint(NamedTuple):
 
     @property
     def definition(self) -> DecoderDefinition:
-        """The model without its parameters."""
+        """Return the model without its parameters."""
         from mhc.model.decoder import DecoderDefinition
 
         return DecoderDefinition(self.config)
 
 
 def locate(checkpoint: str, step: int | None = None) -> tuple[remote.Folder, int | None]:
-    """(run folder, step or None for the last) of RUN or RUN/checkpoints/STEP. Raises UserError for two steps."""
+    """Return (run folder, step or None for the last) of RUN or RUN/checkpoints/STEP. Raises UserError for two steps."""
     path = remote.path(checkpoint)
     if path.parent.name != "checkpoints" or not path.name.isdigit():
         return path, step
@@ -47,7 +47,7 @@ def locate(checkpoint: str, step: int | None = None) -> tuple[remote.Folder, int
 
 
 def add_arguments(parser: argparse.ArgumentParser, several: bool = False) -> None:
-    """--checkpoint, --step and --average; mesh.* and data.* are changed as in train.py."""
+    """Add --checkpoint, --step and --average; mesh.* and data.* are changed as in train.py."""
     parser.add_argument(
         "--checkpoint",
         required=True,
@@ -69,12 +69,14 @@ def load(
     changes: dict[str, Any] | None = None,
     devices: Sequence[Any] | None = None,
 ) -> Checkpoint:
-    """The model of a run, its parameters laid out over a mesh of all devices. The run's folder is only read.
+    """Return the model of a run, its parameters laid out over a mesh of all devices. The run's folder is only read.
 
     Args:
-      checkpoint: RUN or RUN/checkpoints/STEP. step: which one; None: the last. average: the mean, in float32, of the
-        weights of so many checkpoints up to that step. changes: {dotted field: value} over the run's config, of groups
-        that leave its weights as they are. devices: those to use; None: all.
+      checkpoint: RUN or RUN/checkpoints/STEP.
+      step: which one; None: the last.
+      average: the weights are the mean, in float32, of those of so many checkpoints up to that step.
+      changes: {dotted field: value} over the run's config, of groups that leave its weights as they are.
+      devices: those to use; None: all.
 
     Raises:
       UserError: no such run or step, fewer checkpoints than are to be averaged, weights that the config does not
@@ -89,21 +91,18 @@ def load(
 
     run, step = locate(checkpoint, step)
     stored, last = find_checkpoint(run, step)
-    # The run's own mesh was that of its machine, and its batch had to fit it; weights lie on any.
-    given = changes or {}
-    laid = {name.removeprefix("mesh."): value for name, value in given.items() if name.startswith("mesh.")}
-    config = changed(
-        dataclasses.replace(stored, mesh=MeshConfig()),
-        of_config(given),
-    )
+    # The run's mesh was that of its machine, and its batch had to fit it; weights lie on any.
+    changes = changes or {}
+    axes = {name.removeprefix("mesh."): value for name, value in changes.items() if name.startswith("mesh.")}
+    config = changed(dataclasses.replace(stored, mesh=MeshConfig()), without_mesh(changes))
     if average < 1:
         raise UserError(f"--average: given {average}, allowed: 1 or more")
-    steps = [there for there in committed_steps(run) if there <= last][-average:]
+    steps = [number for number in committed_steps(run) if number <= last][-average:]
     if len(steps) < average:
         kept = ", ".join(map(str, steps))
         raise UserError(f"--average: given {average}, but {run} keeps {len(steps)} checkpoint(s) up to {last}: {kept}")
     mesh = _rows_on_one_axis(
-        make_mesh(dataclasses.replace(MeshConfig(), **laid), None if devices is None else list(devices))
+        make_mesh(dataclasses.replace(MeshConfig(), **axes), None if devices is None else list(devices))
     )
     abstract = {"params": DecoderDefinition(config).abstract()}
     layout = shardings(abstract, mesh)
@@ -119,7 +118,7 @@ def load(
 
 
 def _rows_on_one_axis(mesh: Mesh) -> Mesh:
-    """The mesh with data merged into fsdp where it has both: without gradients they share rows alike.
+    """Return the mesh with data merged into fsdp where it has both: without gradients they share rows alike.
 
     On a mesh with both, and tensor, XLA's partitioner mixes up the rows of decoding steps of one token (jax 0.10.2).
     """
@@ -133,7 +132,7 @@ def _rows_on_one_axis(mesh: Mesh) -> Mesh:
 
 
 def short_names(names: Sequence[str]) -> list[str]:
-    """Names of checkpoints without the folders that all of them share."""
+    """Return names of checkpoints without the folders that all of them share."""
     parts = [name.split("/") for name in names]
     most = min(map(len, parts)) - 1
     shared = next((k for k in range(most) if len({one[k] for one in parts}) > 1), most)
@@ -145,24 +144,37 @@ _FREE = ("mesh", "data", "validation")
 
 
 def parse_changes(arguments: Sequence[str], parser: cli.Parser, fields: Sequence[str] = ()) -> dict[str, Any]:
-    """``--config.GROUP.FIELD=VALUE`` of mesh, data and validation, and of other ``fields`` (dotted) that a program can
-    change. Raises UserError for anything else."""
-    found = cli.overrides(arguments, parser)
-    for name in found:
+    """Return {dotted field: value} of the arguments ``--config.GROUP.FIELD=VALUE``.
+
+    Fields of mesh, data and validation may be changed, and those ``fields`` (dotted) that a program names. Raises
+    UserError for anything else.
+    """
+    changes = cli.overrides(arguments, parser)
+    for name in changes:
         if name.partition(".")[0] not in _FREE and name not in fields:
             groups = f"--config.{{{','.join(_FREE)}}}.*"
             allowed = ", ".join([groups, *(f"--config.{field}" for field in fields)])
             raise UserError(f"--config.{name}: the weights fix it; allowed: {allowed}")
-    return found
+    return changes
 
 
-def of_config(changes: dict[str, Any]) -> dict[str, Any]:
-    """The changes but those of the mesh, which says how a model is computed and not what."""
+def without_mesh(changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the changes except those of ``mesh.*``, which do not affect what is computed."""
     return {name: value for name, value in changes.items() if not name.startswith("mesh.")}
 
 
-def changed(config: Config, changes: dict[str, Any]) -> Config:
-    """The config with other fields, by dotted name. Raises UserError where they do not go together."""
+def config_of(checkpoint: str, step: int | None, changes: Mapping[str, Any]) -> Config:
+    """Return the config that a checkpoint is to be run under, its mesh apart. Only the stored config is read.
+
+    Raises UserError where there is no such checkpoint, or where the changes do not go together.
+    """
+    from mhc.train.checkpoint import find_checkpoint
+
+    return changed(find_checkpoint(*locate(checkpoint, step))[0], without_mesh(changes))
+
+
+def changed(config: Config, changes: Mapping[str, Any]) -> Config:
+    """Return the config with other fields, by dotted name. Raises UserError where they do not go together."""
     for name, value in changes.items():
         group, _, field = name.partition(".")
         config = dataclasses.replace(config, **{group: dataclasses.replace(getattr(config, group), **{field: value})})

@@ -1,4 +1,4 @@
-"""Prompts and other texts that a user gives to a program: of the command line, or of a file."""
+"""Read prompts and other texts that a user gives on the command line or in a file."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from mhc.errors import UserError
 
 
 class Prompt(str):
-    """A text that knows where it is from."""
+    """Holds a text that knows where it is from."""
 
     place: str  # for messages
 
 
 def check_text(text: str, place: str) -> None:
-    """Raises UserError, which names ``place``, for a text that has no UTF-8: one with half a character."""
+    """Refuse a text that has no UTF-8, one with half a character. Raises UserError, which names ``place``."""
     try:
         utf8(text)
     except UserError as error:
@@ -26,7 +26,7 @@ def check_text(text: str, place: str) -> None:
 
 
 def check_stops(stops: Iterable[str]) -> None:
-    """Raises UserError for a ``--stop`` that is empty or no UTF-8."""
+    """Refuse a ``--stop`` that is empty or has no UTF-8. Raises UserError."""
     for stop in stops:
         if not stop:
             raise UserError("--stop: given '', allowed: a text")
@@ -49,7 +49,7 @@ def read_prompts(path: str, field: str) -> list[str]:
     except UnicodeDecodeError as error:
         where = error.object[: error.start].count(b"\n") + 1
         raise UserError(f"--prompts: {path}, line {where}, is not UTF-8 (byte {error.start})") from None
-    found = []
+    prompts = []
     for number, line in enumerate(lines, start=1):
         if line.strip():
             place = f"--prompts: {path}, line {number}"
@@ -57,10 +57,10 @@ def read_prompts(path: str, field: str) -> list[str]:
             check_text(text, place)
             prompt = Prompt(text)
             prompt.place = place
-            found.append(prompt)
-    if not found:
+            prompts.append(prompt)
+    if not prompts:
         raise UserError(f"--prompts: {path} holds no prompt")
-    return list(found)
+    return list(prompts)
 
 
 def place_of(prompt: str, number: int) -> str:

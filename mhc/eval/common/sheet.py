@@ -7,7 +7,6 @@ mark), x, y.
 from __future__ import annotations
 
 import csv
-import dataclasses
 import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -19,22 +18,16 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
+from numpy.typing import NDArray
 from PIL import Image
 
-from mhc.eval.compare.runs import Floats
+from mhc.eval.common.palette import GRID, INK, Style
 
-INK, GRID, PLAIN = "#333333", "#e3e3e3", "#4d4d4d"
+Floats = NDArray[np.float64]
+
 NARROW, WIDE = 5.3, 10.8  # inches; a page shows an inch as 100 CSS pixels
 DPI = 200
 POINTS = 1500  # drawn per line: more than the pixels of a figure's width
-
-
-@dataclasses.dataclass(frozen=True)
-class Style:
-    """How one series is drawn in every figure."""
-
-    colour: str
-    dashes: tuple[float, ...] = ()
 
 
 class Sheet:

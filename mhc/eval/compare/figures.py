@@ -6,10 +6,8 @@ each a line of the same colour where single steps matter (losses, gradient norms
 
 from __future__ import annotations
 
-import colorsys
 import dataclasses
 import functools
-import itertools
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -17,23 +15,14 @@ from pathlib import Path
 import numpy as np
 from matplotlib import ticker
 
-from mhc.eval.common.sheet import PLAIN, Sheet, Style, finite_range, handle, limit_top, smooth
+from mhc.eval.common.page import Drawn
+from mhc.eval.common.palette import GREY, Style, colours_of_variants, variations
+from mhc.eval.common.sheet import Sheet, finite_range, handle, limit_top, smooth
 from mhc.eval.compare.ngram import Baselines
 from mhc.eval.compare.runs import DIRECTIONS, Arm, Floats, gap_to_plain, is_plain
 from mhc.eval.compare.spikes import Episode, History
 from mhc.eval.compare.topologies import Paired, Topology, reference_of, score
 
-# Okabe and Ito's palette: its colours stay apart under the common kinds of colour blindness.
-_COLOURS = {
-    "plain": PLAIN,
-    "hc": "#d55e00",
-    "mhc": "#0072b2",
-    "mhc_lite": "#009e73",
-    "kromhc": "#b5588f",
-    "identity": "#8c6d31",
-}
-_SPARE_COLOURS = ("#e69f00", "#56b4e9", "#882255", "#44aa99", "#999933")
-_DASHES: tuple[tuple[float, ...], ...] = ((), (5, 1.8), (1.4, 1.4), (6, 1.5, 1.4, 1.5))
 _MARKS = {
     "nonfinite": "X",
     "signal_explosion": "^",
@@ -46,25 +35,6 @@ _OTHER_MARK = "*"
 _MARK_STYLE = Style("#111111")
 CROWD = 8
 MOST_MAPS = 6  # heat maps are drawn of so many series
-
-
-@dataclasses.dataclass(frozen=True)
-class Drawn:
-    """A figure on disk.
-
-    Attributes:
-        path: the PNG file.
-        title: its heading in the report.
-        caption: what it shows, in a sentence or two.
-        wide: takes a whole row.
-        section: of the report: main, stability or stream.
-    """
-
-    path: Path
-    title: str
-    caption: str
-    wide: bool
-    section: str = "main"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,43 +59,21 @@ class Series:
 
 
 def topology_colours(everyone: Sequence[Topology]) -> dict[str, str]:
-    """A colour per label: that of the kind, from dark to light over the topologies of one kind."""
-    spare = itertools.cycle(_SPARE_COLOURS)
-    colours = dict(_COLOURS)
-    by_kind: dict[str, list[str]] = {}
+    """Return a colour for each label: that of the kind, from dark to light over the topologies of one kind."""
+    labels: dict[str, list[str]] = {}
     for topology in everyone:
-        if topology.kind not in colours:
-            colours[topology.kind] = next(spare)
-        by_kind.setdefault(topology.kind, []).append(topology.label)
-    return {
-        label: _shade(colours[kind], index, len(labels))
-        for kind, labels in by_kind.items()
-        for index, label in enumerate(labels)
-    }
-
-
-def palette(count: int) -> list[Style]:
-    """So many styles for series that are no topologies: other colours, then other dashes."""
-    colours = [*_COLOURS.values(), *_SPARE_COLOURS]
-    return [Style(colours[i % len(colours)], _DASHES[i // len(colours) % len(_DASHES)]) for i in range(count)]
-
-
-def styles_of_kinds(kinds: Sequence[str]) -> list[Style]:
-    """A style each for series of these topologies: the kinds' own colours where no two are of one kind."""
-    if len(set(kinds)) == len(kinds) and all(kind in _COLOURS for kind in kinds):
-        return [Style(_COLOURS[kind]) for kind in kinds]
-    return palette(len(kinds))
+        labels.setdefault(topology.kind, []).append(topology.label)
+    return colours_of_variants(labels)
 
 
 def styles(everyone: Sequence[Topology]) -> dict[str, Style]:
-    """A style per arm's name: the topology's colour, other dashes, then lighter shades, for its further arms."""
+    """Return a style for each arm's name: the topology's colour, with other dashes or lighter for further arms."""
     colours = topology_colours(everyone)
-    out = {}
+    out: dict[str, Style] = {}
     for topology in everyone:
-        for index, arm in enumerate(topology.every_arm):
-            shade = index // len(_DASHES)
-            colour = _lighter(colours[topology.label], min(0.75, 0.25 * shade) if shade < 4 else 0.8)
-            out[arm.name] = Style(colour, _DASHES[index % len(_DASHES)])
+        arms = topology.every_arm
+        looks = variations(colours[topology.label], len(arms))
+        out |= {arm.name: look for arm, look in zip(arms, looks, strict=True)}
     return out
 
 
@@ -400,7 +348,7 @@ class _Gallery:
         if not others or not any(is_plain(arm) for arm in self.shown):
             return None
         sheet = Sheet("loss_gap", legend=self.legend(others), y="loss − plain's (nats per token)")
-        sheet.level(0, 0, colour=PLAIN)
+        sheet.level(0, 0, colour=GREY)
         drawn = []
         for series in others:
             for arm in series.arms:
@@ -504,7 +452,7 @@ class _Gallery:
         sheet = Sheet("gain_steps", columns=2, legend=self.legend(some), y="composite gain")
         for panel, direction in enumerate(DIRECTIONS):
             sheet.title(panel, direction)
-            sheet.level(panel, 1, colour=PLAIN)
+            sheet.level(panel, 1, colour=GREY)
             for series in some:
                 for arm in series.arms:
                     steps, gains = arm.gains(direction)
@@ -523,7 +471,7 @@ class _Gallery:
             axes = sheet.panels[panel]
             sheet.title(panel, direction)
             axes.axvspan(-0.5, 0.5, color="#efefef", linewidth=0)
-            sheet.level(panel, 1, colour=PLAIN)
+            sheet.level(panel, 1, colour=GREY)
             handles = []
             for series in some:
                 picked = []
@@ -668,7 +616,7 @@ def _paired_sheet(pairs: Sequence[Paired], everyone: Sequence[Topology]) -> Shee
     height = max(1.6, 0.8 + 0.36 * len(pairs))
     sheet = Sheet("seeds", height=height, x="bits per byte minus plain's", y="")
     axes = sheet.panels[0]
-    axes.axvline(0, color=PLAIN, linewidth=1)
+    axes.axvline(0, color=GREY, linewidth=1)
     for row, pair in enumerate(pairs):
         style = Style(colours[pair.topology])
         values = np.array(list(pair.differences.values()))
@@ -741,7 +689,7 @@ def _cost_sheet(everyone: Sequence[Topology]) -> Sheet | None:
     for panel, title in enumerate(("tokens per second", "parameters")):
         axes = sheet.panels[panel]
         sheet.title(panel, title)
-        axes.axvline(1, color=PLAIN, linewidth=1)
+        axes.axvline(1, color=GREY, linewidth=1)
         for row, (label, *values) in enumerate(rows):
             value = values[panel]
             if value is not None:
@@ -811,20 +759,3 @@ def _sublayer_gradients(arm: Arm, most: int = 160) -> tuple[Floats, Floats]:
     size = -(-len(steps) // most)
     starts = np.arange(0, len(steps), size)
     return steps[starts], np.maximum.reduceat(norms, starts, axis=0)
-
-
-def _shade(colour: str, index: int, count: int) -> str:
-    """The index-th of ``count`` shades from dark to light; a single one is the colour itself."""
-    if count == 1:
-        return colour
-    red, green, blue = (int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5))
-    hue, _, saturation = colorsys.rgb_to_hls(red, green, blue)
-    lightness = 0.22 + 0.5 * index / (count - 1)
-    channels = colorsys.hls_to_rgb(hue, lightness, saturation)
-    return "#" + "".join(f"{round(255 * channel):02x}" for channel in channels)
-
-
-def _lighter(colour: str, share: float) -> str:
-    """``colour`` mixed with ``share`` of white."""
-    channels = [int(colour[index : index + 2], 16) for index in (1, 3, 5)]
-    return "#" + "".join(f"{round(channel + (255 - channel) * share):02x}" for channel in channels)

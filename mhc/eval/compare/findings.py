@@ -11,10 +11,11 @@ from typing import Any
 import numpy as np
 
 from mhc.data.corpus import fidelity
+from mhc.eval.common.words import counted, listed, number, times
 from mhc.eval.compare.ngram import Baselines
 from mhc.eval.compare.recompute import Recomputed
 from mhc.eval.compare.runs import Arm, differing_fields
-from mhc.eval.compare.spikes import History, listed, monitors, unjudged
+from mhc.eval.compare.spikes import History, monitors, unjudged
 from mhc.eval.compare.topologies import Paired, Topology
 
 AGREEMENT = 1e-4  # relative difference up to which recomputed gains count as the logged ones
@@ -58,21 +59,6 @@ def findings(
     ]
     said = [Finding(text) for text in out]
     return said + [Finding(text, warning=True) for text in (*warnings, *_mismatches(arms), *_lossy(arms))]
-
-
-def number(value: float | None, digits: int = 4) -> str:
-    """``value`` for people: ``digits`` significant ones, an en dash for None."""
-    if value is None:
-        return "–"
-    if not math.isfinite(value):
-        return "not finite"
-    if value and not 1e-3 <= abs(value) < 1e6:
-        return f"{value:.{digits - 1}g}"
-    if abs(value) >= 10 ** (digits - 1):
-        return f"{value:,.0f}"
-    rounded = abs(float(f"{value:.{digits - 1}e}"))  # 0.0999… is 0.1, which has a digit less behind the point
-    places = digits - 1 - (math.floor(math.log10(rounded)) if value else 0)
-    return f"{value:.{max(places, 0)}f}"
 
 
 def _lossy(arms: Sequence[Arm]) -> list[str]:
@@ -181,21 +167,21 @@ def _events(histories: Sequence[History]) -> list[str]:
     if events:
         causes = Counter(episode.cause for episode in events)
         names = listed([f"{count} {cause}" for cause, count in causes.most_common()])
-        text = f"{_count(len(events), 'loss event')} (flagged by z-score, or non-finite), by cause: {names}."
+        text = f"{counted(len(events), 'loss event')} (flagged by z-score, or non-finite), by cause: {names}."
         leaders = Counter(episode.leader or "no monitor" for episode in events)
-        text += f" Crossed first: {listed([f'{name} {_times(count)}' for name, count in leaders.most_common()])}."
+        text += f" Crossed first: {listed([f'{name} {times(count)}' for name, count in leaders.most_common()])}."
         out.append(text)
     if alone:
-        out.append(f"The gradient norm alone was flagged {_times(alone)}, without the loss.")
+        out.append(f"The gradient norm alone was flagged {times(alone)}, without the loss.")
     alarms = [(one.monitor, one.false_alarms, one.crossings) for one in monitors(histories) if one.false_alarms]
     if alarms:
         names = listed([f"{name} {false} of {of}" for name, false, of in alarms])
         out.append(f"Crossings that no loss event followed within the window (false alarms): {names}.")
     acted = [
-        f"{_count(sum(one.skipped for one in histories), 'update')} left out",
-        f"{_count(sum(one.clipped for one in histories), 'step')} scaled by the zclip rule",
-        f"{_count(sum(len(one.rewinds) for one in histories), 'rewind')}",
-        f"{_count(sum(one.halted is not None for one in histories), 'arm')} halted",
+        f"{counted(sum(one.skipped for one in histories), 'update')} left out",
+        f"{counted(sum(one.clipped for one in histories), 'step')} scaled by the zclip rule",
+        f"{counted(sum(len(one.rewinds) for one in histories), 'rewind')}",
+        f"{counted(sum(one.halted is not None for one in histories), 'arm')} halted",
     ]
     acted = [words for words in acted if not words.startswith("0 ")]
     if acted:
@@ -203,14 +189,6 @@ def _events(histories: Sequence[History]) -> list[str]:
     elif events:
         out.append("Nothing was done about them but to log them.")
     return out + unjudged(histories)
-
-
-def _times(number: int) -> str:
-    return "once" if number == 1 else f"{number} times"
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def _gains(arms: Sequence[Arm], measures: Measures) -> list[str]:

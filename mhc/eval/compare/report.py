@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import base64
-import html
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mhc.eval.common.sheet import Style
-from mhc.eval.compare.figures import Drawn, parameters, relative_cost, speed, styles, topology_colours
-from mhc.eval.compare.findings import Finding, Measures, number
+from mhc.eval.common.page import Drawn, document, figure, table, text
+from mhc.eval.common.palette import Style
+from mhc.eval.common.words import number
+from mhc.eval.compare.figures import parameters, relative_cost, speed, styles, topology_colours
+from mhc.eval.compare.findings import Finding, Measures
 from mhc.eval.compare.ngram import Baselines
 from mhc.eval.compare.recompute import PRESETS, Recomputed
 from mhc.eval.compare.runs import Arm, differing_fields
@@ -19,43 +19,6 @@ from mhc.eval.compare.topologies import Paired, Topology
 from mhc.monitor.progress import duration
 
 MOST_EVENTS = 60  # rows of the page's table
-
-_CSS = """
-:root { color-scheme: light; }
-* { box-sizing: border-box; }
-body { margin: 0; background: #fff; color: #222; font: 15px/1.5 system-ui, -apple-system, "Segoe UI", Roboto,
-  "Helvetica Neue", Arial, sans-serif; }
-main { max-width: 1100px; margin: 0 auto; padding: 28px 10px 60px; }
-h1 { font-size: 25px; line-height: 1.25; margin: 0 0 2px; }
-h2 { font-size: 18px; margin: 34px 0 8px; padding-top: 12px; border-top: 1px solid #ddd; }
-h3 { font-size: 15px; margin: 0 0 4px; }
-.scroll + h3, .note + h3 { margin-top: 18px; }
-.lead { color: #666; margin: 0 0 18px; }
-.findings { padding-left: 20px; margin: 0; }
-.findings li { margin: 5px 0; }
-.warning { background: #fff6dd; border-left: 4px solid #d9a400; padding: 7px 12px; margin: 10px 0; }
-.figures { display: grid; grid-template-columns: 1fr 1fr; gap: 26px 20px; align-items: start; }
-figure { margin: 0; min-width: 0; }
-figure.wide { grid-column: 1 / -1; }
-figure img { display: block; width: 100%; height: auto; }
-figcaption { color: #666; font-size: 13px; line-height: 1.4; margin-top: 4px; }
-.scroll { overflow-x: auto; }
-table { border-collapse: collapse; font-size: 12.5px; line-height: 1.35; font-variant-numeric: tabular-nums; }
-th, td { padding: 5px 7px; text-align: right; border-bottom: 1px solid #e6e6e6; white-space: nowrap; }
-th { vertical-align: bottom; font-weight: 600; color: #444; border-bottom-color: #aaa; }
-th:first-child, td:first-child, .text { text-align: left; }
-td.label { white-space: normal; min-width: 130px; }
-td svg { vertical-align: middle; margin-right: 7px; }
-td.best { font-weight: 650; }
-td.note, p.note { color: #666; font-size: 13px; }
-.unfinished { color: #9a4b00; }
-code { font: 12.5px ui-monospace, SFMono-Regular, Menlo, Consolas, monospace; }
-details { margin: 14px 0; }
-details > summary { cursor: pointer; font-weight: 600; font-size: 16px; padding: 6px 0; }
-.swatch { display: inline-block; width: 11px; height: 11px; border-radius: 2px; margin-right: 7px;
-  vertical-align: -1px; }
-@media (max-width: 760px) { .figures { grid-template-columns: 1fr; } }
-"""
 
 NOT_JUDGED = "Loss and gradient norm were not judged; no monitor crossed its threshold in any arm."
 
@@ -159,53 +122,12 @@ def render(
     return document(title, body)
 
 
-def document(title: str, body: str) -> str:
-    """A self-contained page of this project's look; ``body`` is HTML."""
-    return f"""<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{text(title)}</title>
-<style>{_CSS}</style>
-</head>
-<body>
-<main>
-{body}
-</main>
-</body>
-</html>
-"""
-
-
-def text(value: object) -> str:
-    """Escaped for HTML."""
-    return html.escape(str(value))
-
-
-def figure(drawn: Drawn) -> str:
-    """A figure with its title and caption, the image inside."""
-    data = base64.b64encode(drawn.path.read_bytes()).decode()
-    return (
-        f"<figure{' class=wide' if drawn.wide else ''}><h3>{text(drawn.title)}</h3>"
-        f'<img alt="{text(drawn.title)}" src="data:image/png;base64,{data}">'
-        f"<figcaption>{text(drawn.caption)}</figcaption></figure>"
-    )
-
-
 def _name(arm: Arm, look: Mapping[str, Style]) -> str:
     """The arm's name beside a piece of its line."""
     style = look[arm.name]
     dashes = f' stroke-dasharray="{" ".join(f"{2 * dash:g}" for dash in style.dashes)}"' if style.dashes else ""
     line = f'<line x1="0" y1="5" x2="26" y2="5" stroke="{style.colour}" stroke-width="3"{dashes}/>'
     return f'<svg width="26" height="10" aria-hidden="true">{line}</svg>{text(arm.name)}'
-
-
-def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Header cells as HTML or as whole ``<th>`` elements; row cells as whole ``<td>`` elements."""
-    head = "".join(cell if cell.startswith("<th") else f"<th>{cell}</th>" for cell in header)
-    body = "".join(f"<tr>{''.join(row)}</tr>" for row in rows)
-    return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
 
 
 def _arms_table(arms: Sequence[Arm], measures: Measures, look: Mapping[str, Style]) -> str:

@@ -12,17 +12,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from mhc import kinds, provenance, remote
 from mhc.config import MACHINE, load_kinds
 from mhc.errors import UserError
+from mhc.eval.common.sheet import Floats
 from mhc.eval.compare import checks
 from mhc.files import read_json, read_jsonl
 from mhc.monitor.detectors import judged_score
 from mhc.remote import Folder
-
-Floats = NDArray[np.float64]
 
 DIRECTIONS = ("forward", "backward")
 RATE = "optimizer.lr"

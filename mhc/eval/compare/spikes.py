@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from mhc.config import GuardConfig
+from mhc.eval.common.words import listed
 from mhc.eval.compare.runs import Arm
 from mhc.monitor.guard import COLLAPSING, MONITORS, ProbeWatch
 
@@ -221,13 +222,6 @@ def unjudged(histories: Sequence[History]) -> list[str]:
         rest = "of the other arms " if never else ""
         out.append(f"Loss and gradient norm {rest}are judged from step {listed(parts)} on.")
     return out
-
-
-def listed(parts: Sequence[str]) -> str:
-    """Names for a sentence, the rest counted."""
-    if len(parts) > 9:
-        parts = [*parts[:7], f"{len(parts) - 7} more"]
-    return parts[0] if len(parts) == 1 else f"{', '.join(parts[:-1])} and {parts[-1]}"
 
 
 def monitors(histories: Sequence[History]) -> list[MonitorRecord]:

@@ -9,19 +9,13 @@ from typing import Any
 
 import numpy as np
 
+from mhc.eval.common.statistics import t_interval
 from mhc.eval.compare.runs import RATE, SEEDS, Arm, differing_fields, is_plain, material, outside
 from mhc.monitor.detectors import lr_sensitivity
 
 Seeds = tuple[int, int]
 
 _LONGEST_LABEL = 50
-
-# 0.975 quantiles of Student's t with 1 … 30 degrees of freedom.
-_T = (
-    *(12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228),
-    *(2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093, 2.086),
-    *(2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042),
-)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,11 +133,6 @@ def paired(everyone: Sequence[Topology]) -> list[Paired]:
     return out
 
 
-def t_quantile(freedom: int) -> float:
-    """The 0.975 quantile of Student's t, to three digits."""
-    return _T[freedom - 1] if freedom <= len(_T) else 1.96 + 2.45 / freedom
-
-
 def score(arm: Arm) -> float | None:
     """Final validation bits per byte; infinity where the run diverged or was halted; None where it has none yet."""
     _, bits = arm.column("val_bits_per_byte")
@@ -159,8 +148,7 @@ def _paired(topology: str, reference: str, differences: Mapping[Seeds, float]) -
     n, mean = len(values), float(values.mean())
     if n < 2:
         return Paired(topology, reference, differences, mean, None, "one seed has no spread: it cannot separate them")
-    half = t_quantile(n - 1) * float(values.std(ddof=1)) / math.sqrt(n)
-    interval = (mean - half, mean + half)
+    interval = t_interval(values)
     words = f"the 95 % interval of the mean over {n} paired seeds is {interval[0]:+.4f} to {interval[1]:+.4f}"
     apart = interval[0] > 0 or interval[1] < 0
     verdict = (

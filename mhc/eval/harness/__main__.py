@@ -114,9 +114,9 @@ def load_tasks(names: Sequence[str], data: Path | None = None, shots: int | None
     asked: dict[str, tuple[str, ...]] = {}
     tasks: dict[str, Task] = {}
     groups: dict[str, Group] = {}
-    progress = Progress()
-    for name, entry, fields in wanted:
-        progress(lambda seconds, name=name: f"reading the data of {name}")  # type: ignore[misc]
+    progress = Progress("tasks read", len(wanted))
+    for number, (name, entry, fields) in enumerate(wanted):
+        progress(number, note=f"now {name}")
         found, leaves = loader.load(entry, fields, index)
         twice = next((leaf for leaf in leaves for others in asked.values() if leaf in others), None)
         if name in asked or twice:

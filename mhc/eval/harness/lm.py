@@ -26,9 +26,9 @@ from mhc.data import tokenizers
 from mhc.data.corpus import fidelity
 from mhc.errors import UserError, did_you_mean
 from mhc.eval.common import checkpoints
+from mhc.eval.common.generator import Generator, padded, power_of_two
 from mhc.eval.common.scoring import Scorer, windows
 from mhc.eval.common.terminal import Progress
-from mhc.eval.generate.__main__ import Generator, padded, power_of_two
 from mhc.model.sampling import Sampling
 
 _log = logging.getLogger("mhc.eval")
@@ -154,12 +154,12 @@ class LanguageModel(TemplateLM):
             tokens = [*context, *continuation]
             for start, scored, end in windows(len(tokens) - 1, self.max_length, self.max_length, len(context) - 1):
                 parts.append(_Part(number, tokens[start : end + 1], scored - start))
-        progress, done, total = Progress(), 0, len(parts) + len(single)
+        progress, done = Progress("rows scored", len(parts) + len(single)), 0
 
         def tell(rows: int) -> None:
             nonlocal done
             done += rows
-            progress(lambda seconds: f"scored {done} of {total} rows, {done / seconds:.1f} a second")
+            progress(done)
 
         for batch, scores in self._scorer.each(self._rows(parts)):
             for row, number in enumerate(batch["requests"]):
@@ -267,7 +267,7 @@ class LanguageModel(TemplateLM):
         groups: dict[Generation, list[int]] = defaultdict(list)
         for number, request in enumerate(requests):
             groups[generation(request.args[1], self.max_gen_toks)].append(number)
-        texts, progress, before = [""] * len(requests), Progress(), 0
+        texts, progress, before = [""] * len(requests), Progress("texts generated", len(requests)), 0
         for how, numbers in groups.items():
             room = self.room(how.new)
             if how.sampling not in self._generators:
@@ -283,7 +283,7 @@ class LanguageModel(TemplateLM):
                 ids = [self.tok_encode(requests[number].args[0])[-room:] for number in numbers]
 
             def tell(done: int, tokens: int, before: int = before) -> None:
-                progress(lambda seconds: f"generated {before + done} of {len(requests)} texts")
+                progress(before + done)
 
             # What a task asks for several times (its ``repeats``) is another sample each time.
             seen: dict[tuple[int, ...], Iterator[int]] = defaultdict(lambda: itertools.count(self.seed))

@@ -16,7 +16,6 @@ from __future__ import annotations
 import math
 import re
 import sys
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -34,7 +33,8 @@ if TYPE_CHECKING:
     from mhc.data.tokenizers import Tokenizer
     from mhc.eval.common.checkpoints import Checkpoint
     from mhc.eval.common.sheet import Sheet
-    from mhc.eval.inspect.interventions import Case, Estimate, Patched, Pattern, Profile
+    from mhc.eval.common.statistics import Estimate
+    from mhc.eval.inspect.interventions import Case, Patched, Pattern, Profile
 
 Found = dict[str, Any]  # what a view says of a checkpoint: the JSON
 MOST_PATTERNS, MOST_TOKENS = 64, 256  # more cannot be seen in pictures
@@ -56,7 +56,7 @@ def profile(checkpoint: Checkpoint, options: Any) -> Found:
     from mhc.eval.inspect.interventions import profile, read_rows
 
     rows = read_rows(checkpoint, options.split, options.rows, options.batch_size)
-    one = profile(checkpoint, rows, _telling("batches"))
+    one = profile(checkpoint, rows, Progress("batches"))
     layers, heads = one.logit_max.shape
     found = {"split": options.split, "rows": int(rows.there.sum()), "documents": rows.documents, "tokens": one.tokens}
     found["sublayers"] = [
@@ -109,7 +109,8 @@ def _profile_table(one: Profile) -> str:
 
 
 def _draw_profile(one: Profile, name: str, folder: Path) -> Path:
-    from mhc.eval.common.sheet import Sheet, Style
+    from mhc.eval.common.palette import Style
+    from mhc.eval.common.sheet import Sheet
 
     residual, attention, feed_forward = (Style(colour) for colour in ("#333333", "#0072b2", "#d55e00"))
     legend = [(residual, "residual"), (attention, "attention's output"), (feed_forward, "feed-forward's output")]
@@ -140,13 +141,13 @@ def _draw_profile(one: Profile, name: str, folder: Path) -> Path:
     for head in range(heads):
         sheet.points(1, f"head {head}", depth, one.logit_max[:, head], attention, size=3)
     sheet.line(1, name, depth, one.logit_max.max(axis=1), attention)
-    for panel, part in ((2, one.entropy), (3, one.first)):
+    for panel, estimate in ((2, one.entropy), (3, one.first)):
         if heads > 1:
             for head in range(heads):
-                sheet.points(panel, f"head {head}", depth, part.value[:, head], attention, size=3)
-                for what, bound in (("low", part.low), ("high", part.high)):
+                sheet.points(panel, f"head {head}", depth, estimate.value[:, head], attention, size=3)
+                for what, bound in (("low", estimate.low), ("high", estimate.high)):
                     sheet.note(panel, f"head {head}", what, depth, bound[:, head])
-        sheet.line(panel, name, depth, part.value.mean(axis=1), attention)
+        sheet.line(panel, name, depth, estimate.value.mean(axis=1), attention)
     return sheet.save(folder, folder)
 
 
@@ -165,9 +166,9 @@ def ablate(checkpoint: Checkpoint, options: Any) -> Found:
     means = None
     if options.how == "mean":
         reference = read_rows(checkpoint, "train", options.reference, options.batch_size)
-        means = mean_outputs(checkpoint, reference, _telling("batches of the reference"))
+        means = mean_outputs(checkpoint, reference, Progress("batches of the reference"))
     rows = read_rows(checkpoint, options.split, options.rows, options.batch_size)
-    done = Ablater(checkpoint, rows).ablate([*which, *control], factor, means, _telling("ablations"))
+    done = Ablater(checkpoint, rows).ablate([*which, *control], factor, means, Progress("ablations"))
 
     count = len(which)
     kinds = [case.kind for case in which]
@@ -261,7 +262,8 @@ def _ablation_text(found: Found, top: int) -> str:
 
 
 def _draw_ablation(found: Found, config: Config, folder: Path) -> Path:
-    from mhc.eval.common.sheet import Sheet, Style
+    from mhc.eval.common.palette import Style
+    from mhc.eval.common.sheet import Sheet
 
     by_head = [case for case in found["cases"] if case["kind"] == "head"]
     by_layer = [case for case in found["cases"] if case["kind"] in _COLOURS]
@@ -299,7 +301,8 @@ def _draw_ablation(found: Found, config: Config, folder: Path) -> Path:
 
 
 def _draw_set(found: Found, folder: Path) -> Path:
-    from mhc.eval.common.sheet import Sheet, Style
+    from mhc.eval.common.palette import Style
+    from mhc.eval.common.sheet import Sheet
 
     (case,) = found["cases"]
     sheet = Sheet("ablation", x="", y="change of loss, nats")
@@ -334,7 +337,7 @@ def patch(checkpoint: Checkpoint, options: Any) -> Found:
         answer=answer,
         other=other,
         batch_size=options.batch_size,
-        tell=_telling("patches"),
+        tell=Progress("patches"),
     )
     names = [_label(tokenizer, token) for token in (one.answer, one.other)]
     labels = [
@@ -426,7 +429,8 @@ def attention(checkpoint: Checkpoint, options: Any) -> Found:
 def _draw_patterns(every: Sequence[Pattern], labels: Sequence[str], folder: Path) -> Path:
     from matplotlib import colormaps
 
-    from mhc.eval.common.sheet import INK, Sheet
+    from mhc.eval.common.palette import INK
+    from mhc.eval.common.sheet import Sheet
 
     columns = min(4, len(every))
     rows = -(-len(every) // columns)
@@ -504,21 +508,6 @@ def _with_bounds(bounds: dict[str, float | None], signed: bool = False) -> str:
     value, low, high = (bounds[key] for key in ("value", "low", "high"))
     text = f"{value:{sign}.4g}"
     return text if low is None or high is None else f"{text} ({low:{sign}.4g} to {high:{sign}.4g})"
-
-
-def _telling(what: str) -> Callable[[int, int], None]:
-    """Lines of progress, with the time left as the steps after the first, which compiles, take it."""
-    progress, start = Progress(), (0, 0.0)
-
-    def tell(done: int, total: int) -> None:
-        nonlocal start
-        now = time.monotonic()
-        start = start if start[0] else (done, now)
-        each = (now - start[1]) / max(done - start[0], 1)
-        left = f", about {each * (total - done):.0f} s left" if done > start[0] else ""
-        progress(lambda _: f"{done} of {total} {what}{left}")
-
-    return tell
 
 
 def _say(path: Path) -> None:
@@ -707,11 +696,7 @@ def main(arguments: Sequence[str]) -> int:
     changes = checkpoints.parse_changes(rest, parser)
     _checked(options)
 
-    from mhc.train.checkpoint import find_checkpoint
-
-    stored, _ = find_checkpoint(*checkpoints.locate(options.checkpoint, options.step))
-    fields = {name: value for name, value in changes.items() if not name.startswith("mesh.")}
-    _checked_with(checkpoints.changed(stored, fields), options)
+    _checked_with(checkpoints.config_of(options.checkpoint, options.step, changes), options)
     checkpoint = checkpoints.load(options.checkpoint, options.step, average=options.average, changes=changes)
     print(f"{checkpoint.name}: compiling, then measuring", file=sys.stderr, flush=True)
     if options.out is not None:

@@ -18,12 +18,13 @@ from mhc.config import Config
 from mhc.data.corpus.sources import Split
 from mhc.errors import UserError
 from mhc.eval.common.checkpoints import Checkpoint
-from mhc.eval.common.scoring import FIELDS, resampled, token_scores
-from mhc.eval.perplexity import __main__ as perplexity
+from mhc.eval.common.program import Program, multiple
+from mhc.eval.common.rows import packed, scored_places
+from mhc.eval.common.scoring import FIELDS, token_scores
+from mhc.eval.common.statistics import Estimate, ratio
 from mhc.model.attention import Attention
 from mhc.model.decoder import Decoder, Observer, SublayerView
 from mhc.model.edits import SUBLAYERS, Edits
-from mhc.sharding import BATCH_AXES, jit, put_batch, replicated, threads_of_one_cpu, tracing_for
 
 Tell = Callable[[int, int], None]  # told (done, of how many)
 _INPUTS = ("tokens", "segment_ids", "positions")
@@ -51,10 +52,10 @@ class Rows(NamedTuple):
 def read_rows(checkpoint: Checkpoint, split: Split, rows: int, batch_size: int) -> Rows:
     """Rows packed as the run's validation reads them; ``rows``: 0 for all. Raises UserError where there is no token."""
     config = checkpoint.config
-    corpus = perplexity.packed(config, split, rows=rows, batch_size=_whole(batch_size, checkpoint))
+    corpus = packed(config, split, rows=rows, batch_size=multiple(batch_size, checkpoint.mesh))
     batches, documents = [], set()
     for batch in corpus.batches:
-        counted = perplexity.counts(config, batch)
+        counted = scored_places(config, batch)
         documents |= set(np.unique(batch["documents"][counted]).tolist())
         kept = {name: batch[name] for name in FIELDS if name in batch}
         batches.append({**kept, "counted": counted.astype(np.float32)})
@@ -64,34 +65,6 @@ def read_rows(checkpoint: Checkpoint, split: Split, rows: int, batch_size: int) 
     return Rows(batches, there, len(documents))
 
 
-def _whole(rows: int, checkpoint: Checkpoint) -> int:
-    """The next number of rows that the mesh can share evenly."""
-    shards = int(np.prod([checkpoint.mesh.shape[axis] for axis in BATCH_AXES]))
-    return -(-rows // shards) * shards
-
-
-class Program:
-    """``function(decoder, batch, *rest)`` compiled for a checkpoint; its results are whole on every device."""
-
-    def __init__(self, checkpoint: Checkpoint, function: Callable[..., Any]):
-        mesh, definition = checkpoint.mesh, checkpoint.definition
-        self._params, self._mesh = checkpoint.params, mesh
-
-        def run(params: Any, batch: dict[str, jax.Array], *rest: Any) -> Any:
-            with tracing_for(mesh):
-                return function(definition.bind(params), batch, *rest)
-
-        self.compiled = jit(run, mesh, out_shardings=replicated(mesh))
-
-    def put(self, batch: dict[str, np.ndarray]) -> dict[str, jax.Array]:
-        """A batch on the devices, by rows."""
-        return put_batch(batch, self._mesh)
-
-    def __call__(self, batch: dict[str, jax.Array], *rest: Any) -> Any:
-        found = self.compiled(self._params, batch, *rest)
-        return jax.block_until_ready(found) if threads_of_one_cpu(self._mesh) else found
-
-
 def _over(program: Program, rows: Rows, tell: Tell) -> list[Any]:
     """What a program gives for each batch's inputs, on the host."""
     parts = []
@@ -99,42 +72,6 @@ def _over(program: Program, rows: Rows, tell: Tell) -> list[Any]:
         parts.append(jax.device_get(program(program.put({name: batch[name] for name in _INPUTS}))))
         tell(number + 1, len(rows.batches))
     return parts
-
-
-class Estimate(NamedTuple):
-    """Of ratios, each of the same shape [...]: value, bounds of the 95 % interval, standard error.
-
-    Bounds and error are nan for a single row.
-    """
-
-    value: np.ndarray
-    low: np.ndarray
-    high: np.ndarray
-    error: np.ndarray
-
-    def at(self, *index: int) -> dict[str, float | None]:
-        """One of them for JSON; None for bounds that are not there."""
-        parts = {name: float(getattr(self, name)[index]) for name in ("value", "low", "high")}
-        return {name: None if np.isnan(part) and name != "value" else part for name, part in parts.items()}
-
-
-def ratio(
-    sums: np.ndarray, counts: np.ndarray, transform: Callable[[np.ndarray], np.ndarray] = lambda values: values
-) -> Estimate:
-    """``transform(sum over rows of sums / sum of counts)`` with percentile bootstrap intervals over rows.
-
-    Args:
-      sums: [R, ...]. counts: [R].
-    """
-    flat, counts = sums.reshape(len(sums), -1).astype(np.float64), counts.astype(np.float64)
-    value = transform(flat.sum(axis=0) / counts.sum())
-    if len(flat) < 2:
-        low = high = error = np.full_like(value, np.nan)
-    else:
-        weights = resampled(len(flat))
-        drawn = transform((weights @ flat) / (weights @ counts)[:, None])
-        (low, high), error = np.percentile(drawn, (2.5, 97.5), axis=0), drawn.std(axis=0)
-    return Estimate(*(part.reshape(sums.shape[1:]) for part in (value, low, high, error)))
 
 
 # Profile --------------------------------------------------------------------------------------------------------------
@@ -396,7 +333,7 @@ def patch(
     places = checkpoint.config.attention.heads if what == "head" else length
     variants: list[Any] = [None, *(["all"] if what == "state" else [])]
     variants += [(layer, place) for layer in range(layers) for place in range(places)]
-    rows = _whole(max(batch_size, 2), checkpoint)
+    rows = multiple(max(batch_size, 2), checkpoint.mesh)
     tokens = np.array([clean, *[corrupted] * (rows - 1)], np.int32)
 
     def run(decoder: Decoder, batch: dict[str, jax.Array], edits: Edits) -> jax.Array:
@@ -488,7 +425,7 @@ def patterns(checkpoint: Checkpoint, tokens: Sequence[int], heads: Sequence[Head
         return scores[np.array(layers)]
 
     program = Program(checkpoint, run)
-    batch = program.put({"tokens": np.array([tokens] * _whole(1, checkpoint), np.int32)})
+    batch = program.put({"tokens": np.array([tokens] * multiple(1, checkpoint.mesh), np.int32)})
     scores = np.asarray(program(batch), np.float64)  # [layers, heads, T, U]
     for layer, head in heads:
         one = scores[layers.index(layer), columns.index(head)]

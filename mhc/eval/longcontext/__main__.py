@@ -30,6 +30,7 @@ from mhc import cli
 from mhc.config import Config
 from mhc.errors import UserError
 from mhc.eval.common import checkpoints
+from mhc.eval.common.statistics import mean
 from mhc.eval.common.terminal import Progress, aligned
 from mhc.eval.longcontext import needles, reach
 
@@ -118,11 +119,6 @@ def evaluate(checkpoint: checkpoints.Checkpoint, options: argparse.Namespace) ->
     lengths, limit = (options.lengths, None) if options.lengths else default_lengths(config)
     notes = [limit] if limit else []
     samples: dict[str, np.ndarray] = {}
-    progress = Progress()
-
-    def tell(what: str) -> Callable[[int], None]:
-        return lambda done: progress(lambda seconds: f"{checkpoint.name}: {what}, {done:,} so far, {seconds:.0f} s")
-
     found: dict[str, Any] = {
         "checkpoint": checkpoint.name,
         "kind": config.residual.kind,
@@ -133,7 +129,7 @@ def evaluate(checkpoint: checkpoints.Checkpoint, options: argparse.Namespace) ->
         "notes": notes,
     }
     if set(options.parts) & {"needles", "distractors", "joined"}:
-        score = ModelScore(checkpoint, options.batch_size, tell("rows of needles"))
+        score = ModelScore(checkpoint, options.batch_size, Progress("rows of needles", name=checkpoint.name))
         exam = _exam(corpus, options, score, config.attention.prefix)
         found["needle"] = {
             "of": "ids" if isinstance(exam.language, needles.RandomIds) else "text",
@@ -143,18 +139,19 @@ def evaluate(checkpoint: checkpoints.Checkpoint, options: argparse.Namespace) ->
         }
         found |= _needle_parts(exam, config, lengths, options, notes, samples)
     if "loss" in options.parts:
-        telling = tell("tokens of the loss by position")
-        part = _loss_part(checkpoint, corpus, max(lengths), options, telling, samples)
+        progress = Progress("tokens of the loss by position", name=checkpoint.name)
+        part = _loss_part(checkpoint, corpus, max(lengths), options, progress, samples)
         if part is None:
             notes.append(f"no loss by position: the split has fewer than {max(lengths)} tokens")
         else:
             found["loss"] = part
     if "cost" in options.parts:
         clock, found["cost"] = reach.Clock(checkpoint), []
-        for length in lengths:
+        progress = Progress("lengths timed", len(lengths), name=checkpoint.name)
+        for number, length in enumerate(lengths):
+            progress(number)
             if length < 2:
                 continue
-            tell(f"times at {length} tokens")(0)
             ids = corpus.haystack.read((0, 0), length)
             found["cost"].append(clock.measure(ids, min(options.new, length // 2), options.repeats))
     return Found(found, samples, corpus.identity)
@@ -162,15 +159,13 @@ def evaluate(checkpoint: checkpoints.Checkpoint, options: argparse.Namespace) ->
 
 def difference(found: Found, first: Found) -> list[dict[str, Any]]:
     """Less the first one's, paired by sample (of the mean over depths) or document; none of other text."""
-    from mhc.eval.common.scoring import mean_interval
-
     if found.identity != first.identity:
         return []
     return [
         {
             "measure": measure,
             "samples": len(values),
-            **dict(zip(("value", "low", "high"), mean_interval(values - first.samples[measure]), strict=True)),
+            **mean(values - first.samples[measure]).at(),
         }
         for measure, values in found.samples.items()
         if measure in first.samples
@@ -439,8 +434,8 @@ def _draw_needles(found: dict[str, Any], name: str, number: int, folder: Path) -
 
 def _draw_losses(losses: Sequence[tuple[str, int, dict[str, Any]]], folder: Path) -> Path:
     """``losses``: (name, trained length, loss) of each checkpoint; it gets a row: the losses, and their differences."""
+    from mhc.eval.common.palette import palette
     from mhc.eval.common.sheet import Sheet
-    from mhc.eval.compare.figures import palette
 
     labels = list(dict.fromkeys(series["scaling"] for _, _, loss in losses for series in loss["series"]))
     looks = dict(zip(labels, palette(len(labels)), strict=True))

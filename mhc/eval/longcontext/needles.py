@@ -14,6 +14,7 @@ import numpy as np
 
 from mhc.errors import UserError
 from mhc.eval.common.prompts import check_text
+from mhc.eval.common.statistics import Bounds, bounds, mean, share_interval
 
 if TYPE_CHECKING:
     from mhc.data.tokenizers import Tokenizer
@@ -320,29 +321,18 @@ def ask(every: Sequence[Asked], score: Score) -> Answers:
     return Answers(*np.array(found, np.float64).T)
 
 
-def share_interval(hits: float, samples: int) -> tuple[float, float]:
-    """Wilson's 95 % interval of a share: hits of so many samples, as probabilities."""
-    z2 = 1.959964**2
-    share = hits / samples
-    middle = (share + z2 / (2 * samples)) / (1 + z2 / samples)
-    reach = np.sqrt(z2 * (share * (1 - share) / samples + z2 / (4 * samples**2))) / (1 + z2 / samples)
-    return float(max(middle - reach, 0.0)), float(min(middle + reach, 1.0))
-
-
 def cell(answers: Answers) -> dict[str, Any]:
     """What is said of samples [n]: means with 95 % intervals, Wilson's of shares, bootstrap of nats."""
-    from mhc.eval.common.scoring import mean_interval
 
-    def share(values: np.ndarray) -> dict[str, float]:
-        low, high = share_interval(float(values.sum()), len(values))
-        return {"value": float(values.mean()), "low": low, "high": high}
+    def share(values: np.ndarray) -> Bounds:
+        return bounds(float(values.mean()), *share_interval(float(values.sum()), len(values)))
 
     return {
         "samples": len(answers.exact),
         "exact": share(answers.exact),
         "first": share(answers.first),
         "mean_rank": float(answers.rank.mean()),
-        "gain": dict(zip(("value", "low", "high"), mean_interval(answers.gain), strict=True)),
+        "gain": mean(answers.gain).at(),
     }
 
 
@@ -444,8 +434,6 @@ def position_bias(values: np.ndarray, depths: Sequence[float]) -> dict[str, Any]
     The spread is that between the best and the worst depth's mean. Both are picked by the samples that then measure
     them, so that it is never 0: ``p`` is the share of permutations of each sample's depths that spread at least as far.
     """
-    from mhc.eval.common.scoring import mean_interval
-
     means = values.mean(axis=0)
     best, worst = int(np.argmax(means)), int(np.argmin(means))
     spread = float(means[best] - means[worst])
@@ -454,15 +442,15 @@ def position_bias(values: np.ndarray, depths: Sequence[float]) -> dict[str, Any]
         order = np.argsort(rng.random((part, *values.shape)), axis=-1)
         mixed = np.take_along_axis(np.broadcast_to(values, order.shape), order, axis=-1).mean(axis=1)
         wider += int(np.sum(np.ptp(mixed, axis=-1) >= spread - 1e-12))
-    below = [mean_interval(values[:, best] - values[:, place]) for place in range(len(depths))]
+    below = [mean(values[:, best] - values[:, place]).at() for place in range(len(depths))]
     return {
         "samples": len(values),
         "best": depths[best],
         "worst": depths[worst],
-        "spread": {"value": spread, "low": below[worst][1], "high": below[worst][2]},
+        "spread": {"value": spread, "low": below[worst]["low"], "high": below[worst]["high"]},
         "p": (1 + wider) / (1 + _PERMUTATIONS),
         "depths": [
-            {"depth": depth, "mean": float(mean), "below_best": one[0], "low": one[1], "high": one[2]}
-            for depth, mean, one in zip(depths, means, below, strict=True)
+            {"depth": depth, "mean": float(middle), "below_best": gap["value"], "low": gap["low"], "high": gap["high"]}
+            for depth, middle, gap in zip(depths, means, below, strict=True)
         ],
     }

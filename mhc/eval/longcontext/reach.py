@@ -6,13 +6,20 @@ import dataclasses
 import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from mhc.config import Config, PositionsConfig
 from mhc.eval.common import checkpoints
+from mhc.eval.common.statistics import mean, quantile
 from mhc.eval.longcontext.needles import Haystack
+
+if TYPE_CHECKING:
+    import jax
+
+    from mhc.model.cache import DecoderCache
+    from mhc.model.decoder import Decoder
 
 SCALINGS = ("none", "linear", "ntk", "dynamic", "yarn", "llama3")
 _OF_ONE_SCALING = ("attention_factor", "beta_fast", "beta_slow", "low_frequency", "high_frequency")  # of positions
@@ -196,8 +203,6 @@ def buckets(nll: np.ndarray, edges: Sequence[int], first: np.ndarray | None = No
     Args:
       nll: [D, L]. least: tokens of context below which a target does not count (attention.prefix).
     """
-    from mhc.eval.common.scoring import mean_interval
-
     found = []
     for start, end in itertools.pairwise(edges):
         start = max(start, least - 1)
@@ -205,15 +210,11 @@ def buckets(nll: np.ndarray, edges: Sequence[int], first: np.ndarray | None = No
             continue
         values = nll[:, start:end].mean(axis=1)
         one: dict[str, Any] = {"from": start + 1, "to": end, "documents": len(nll)}  # tokens of context
-        one["loss"] = _with_bounds(mean_interval(values))
+        one["loss"] = mean(values).at()
         if first is not None:
-            one["minus_first"] = _with_bounds(mean_interval(values - first[:, start:end].mean(axis=1)))
+            one["minus_first"] = mean(values - first[:, start:end].mean(axis=1)).at()
         found.append(one)
     return found
-
-
-def _with_bounds(values: tuple[float, float | None, float | None]) -> dict[str, float | None]:
-    return dict(zip(("value", "low", "high"), values, strict=True))
 
 
 # Cost -----------------------------------------------------------------------------------------------------------------
@@ -226,22 +227,18 @@ class Clock:
         import jax
         import jax.numpy as jnp
 
-        from mhc.model.cache import DecoderCache
-        from mhc.sharding import jit, tracing_for
+        from mhc.eval.common.program import compiled
 
-        definition, mesh = checkpoint.definition, checkpoint.mesh
-        self._config, self._params, self._definition = checkpoint.config, checkpoint.params, definition
+        self._config, self._params, self._definition = checkpoint.config, checkpoint.params, checkpoint.definition
 
-        def extend(params: Any, cache: DecoderCache, tokens: jax.Array, count: jax.Array) -> tuple[jax.Array, Any]:
-            """(most probable next token [1], cache) after ``count`` of the tokens [1, T]."""
-            with tracing_for(mesh):
-                decoder = definition.bind(params)
-                valid = jnp.arange(tokens.shape[1])[None] < count
-                h, cache = decoder.extend_hidden(tokens, cache, valid)
-                last = jax.lax.dynamic_slice_in_dim(h, count - 1, 1, axis=1)
-                return jnp.argmax(decoder.logits(last)[:, 0], axis=-1).astype(jnp.int32), cache
+        def extend(decoder: Decoder, cache: DecoderCache, tokens: jax.Array, count: jax.Array) -> tuple[jax.Array, Any]:
+            """Return (most probable next token [1], cache) after ``count`` of the tokens [1, T]."""
+            valid = jnp.arange(tokens.shape[1])[None] < count
+            h, cache = decoder.extend_hidden(tokens, cache, valid)
+            last = jax.lax.dynamic_slice_in_dim(h, count - 1, 1, axis=1)
+            return jnp.argmax(decoder.logits(last)[:, 0], axis=-1).astype(jnp.int32), cache
 
-        self._extend = jit(extend, mesh, donate_argnums=1)
+        self._extend = compiled(checkpoint.config, checkpoint.mesh, extend, donate=(0,))
 
     def measure(self, ids: np.ndarray, new: int, repeats: int) -> dict[str, Any]:
         """Of a row of ids [L] whose last ``new`` tokens are decoded; the first, untimed, pass compiles.
@@ -250,7 +247,7 @@ class Clock:
         """
         import jax
 
-        from mhc.eval.generate.__main__ import CHUNK, chunks, power_of_two
+        from mhc.eval.common.generator import CHUNK, chunks, power_of_two
 
         prompt, firsts, steps, size = len(ids) - new, [], [], 0
         for repeat in range(repeats + 1):
@@ -281,9 +278,9 @@ class Clock:
             "prompt": prompt,
             "repeats": repeats,
             "steps": len(steps),
-            "first_token_seconds": _with_bounds(quantile_interval(firsts, 0.5)),
-            "step_seconds_median": _with_bounds(quantile_interval(steps, 0.5)),
-            "step_seconds_p95": _with_bounds(quantile_interval(steps, 0.95)),
+            "first_token_seconds": quantile(firsts, 0.5).at(),
+            "step_seconds_median": quantile(steps, 0.5).at(),
+            "step_seconds_p95": quantile(steps, 0.95).at(),
             "cache_bytes": size,
         }
 
@@ -293,13 +290,3 @@ def cache_bytes(cache: Any) -> int:
     import jax
 
     return sum(int(leaf.nbytes) for leaf in jax.tree.leaves(cache))
-
-
-def quantile_interval(values: Sequence[float], q: float) -> tuple[float, float | None, float | None]:
-    """(quantile, low, high): 95 % percentile bootstrap; no bounds for fewer than two values."""
-    given = np.asarray(values, np.float64)
-    if len(given) < 2:
-        return float(np.quantile(given, q)), None, None
-    drawn = np.random.default_rng(0).choice(given, (1000, len(given)))
-    low, high = np.percentile(np.quantile(drawn, q, axis=1), (2.5, 97.5))
-    return float(np.quantile(given, q)), float(low), float(high)

@@ -15,7 +15,7 @@ Exit codes: 0 the logits agree, 1 one differs by more than ``--tolerance`` times
 
 from __future__ import annotations
 
-import functools
+import dataclasses
 import json
 import math
 import sys
@@ -32,13 +32,15 @@ from mhc import config as configs
 from mhc.config import Config
 from mhc.errors import UserError
 from mhc.eval.common import checkpoints
+from mhc.eval.common.statistics import Bounds, ratio
 from mhc.eval.common.terminal import Progress, aligned
 
 if TYPE_CHECKING:
     import argparse
 
     import jax
-    from jax.sharding import Mesh
+
+    from mhc.model.decoder import Decoder, SublayerView
 
 FORMAT = 1  # of golden files
 WHOLE = 8192  # a vocabulary up to this is kept whole without --top_k
@@ -155,25 +157,24 @@ def compute(
     import jax
 
     from mhc.data import tokenizers
-    from mhc.sharding import BATCH_AXES, put_batch
+    from mhc.eval.common.program import Program, filled, multiple
 
     config, mesh = checkpoint.config, checkpoint.mesh
-    compiled = _program(config, mesh, 0 if ids is not None else min(top_k, config.vocab_size), activations)
-    shards = int(np.prod([mesh.shape[axis] for axis in BATCH_AXES]))
-    size = -(-batch_size // shards) * shards
+    program = Program(checkpoint, _Forward(0 if ids is not None else min(top_k, config.vocab_size), activations))
+    size = multiple(batch_size, mesh)
     inputs = rows._asdict()
     if ids is not None:
         inputs["ids"] = np.zeros((*rows.tokens.shape, ids.shape[-1]), np.int32)
         inputs["ids"][rows.valid] = ids
+    batches = (
+        filled({name: array[start : start + size] for name, array in inputs.items()}, size)
+        for start in range(0, len(rows.tokens), size)
+    )
     parts: list[dict[str, np.ndarray]] = []
-    for start in range(0, len(rows.tokens), size):
-        batch = {name: array[start : start + size] for name, array in inputs.items()}
-        done = len(batch["tokens"])
+    for batch, outputs in program.each(batches, list(inputs)):
         valid = batch["segment_ids"] > 0
-        filled = {name: np.pad(a, ((0, size - done), *[(0, 0)] * (a.ndim - 1))) for name, a in batch.items()}
-        found = compiled(checkpoint.params, put_batch(filled, mesh))
-        parts.append({name: np.asarray(array)[:done][valid] for name, array in found.items()})
-        tell(start + done)
+        parts.append({name: array[valid] for name, array in outputs.items()})
+        tell(min(len(parts) * size, len(rows.tokens)))
     joined = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
     device = jax.devices()[0]
     about = {
@@ -191,41 +192,36 @@ def compute(
     return Outputs(about, rows, logits, np.moveaxis(joined["hidden"], 1, 0) if activations else None)
 
 
-@functools.lru_cache(maxsize=2)
-def _program(config: Config, mesh: Mesh, top_k: int, activations: bool) -> Any:
-    """``run(params, batch)`` over rows [B, T], compiled: the fields of `Logits` [B, T, ...], hidden [B, T, P, D]."""
-    import jax
-    import jax.numpy as jnp
+@dataclasses.dataclass(frozen=True)
+class _Forward:
+    """Computes the fields of `Logits` [B, T, ...], and hidden states [B, T, P, D], of rows [B, T]."""
 
-    from mhc.model.decoder import DecoderDefinition, SublayerView
-    from mhc.sharding import jit, replicated, tracing_for
+    top_k: int  # logits kept a token, where the batch does not name them by its ids; 0: all
+    activations: bool
 
-    definition = DecoderDefinition(config)
+    def __call__(self, decoder: Decoder, batch: dict[str, jax.Array]) -> dict[str, jax.Array]:
+        import jax
+        import jax.numpy as jnp
 
-    def observe(view: SublayerView) -> dict[str, jax.Array]:
-        return {"h": view.topology.collapse(view.state).astype(jnp.float32)}
+        def observe(view: SublayerView) -> dict[str, jax.Array]:
+            return {"h": view.topology.collapse(view.state).astype(jnp.float32)}
 
-    def run(params: Any, batch: dict[str, jax.Array]) -> dict[str, jax.Array]:
         tokens, segments, positions = (batch[name] for name in Rows._fields)
-        with tracing_for(mesh):
-            decoder = definition.bind(params)
-            out = decoder.forward(tokens, segments, positions, observe if activations else None)
-            logits = decoder.logits(out.h).astype(jnp.float32)
-            found = {"log_z": jax.nn.logsumexp(logits, axis=-1), "best": jnp.argmax(logits, axis=-1)}
-            if "ids" in batch or top_k:
-                chosen = batch["ids"] if "ids" in batch else jax.lax.top_k(logits, top_k)[1]
-                found |= {"ids": chosen, "values": jnp.take_along_axis(logits, chosen, axis=-1)}
-            else:
-                found["values"] = logits
-            if activations:
-                topology = decoder.residual
-                first = topology.collapse(topology.expand(decoder.embed_tokens(tokens, positions)))
-                every = [first[None], out.observed["h"], out.h[None]]
-                stacked = jnp.concatenate([h.astype(jnp.float32) for h in every])
-                found["hidden"] = jnp.moveaxis(stacked, 0, 2)
-        return found
-
-    return jit(run, mesh, out_shardings=replicated(mesh))
+        out = decoder.forward(tokens, segments, positions, observe if self.activations else None)
+        logits = decoder.logits(out.h).astype(jnp.float32)
+        outputs = {"log_z": jax.nn.logsumexp(logits, axis=-1), "best": jnp.argmax(logits, axis=-1)}
+        if "ids" in batch or self.top_k:
+            chosen = batch["ids"] if "ids" in batch else jax.lax.top_k(logits, self.top_k)[1]
+            outputs |= {"ids": chosen, "values": jnp.take_along_axis(logits, chosen, axis=-1)}
+        else:
+            outputs["values"] = logits
+        if self.activations:
+            topology = decoder.residual
+            first = topology.collapse(topology.expand(decoder.embed_tokens(tokens, positions)))
+            every = [first[None], out.observed["h"], out.h[None]]
+            stacked = jnp.concatenate([h.astype(jnp.float32) for h in every])
+            outputs["hidden"] = jnp.moveaxis(stacked, 0, 2)
+        return outputs
 
 
 def _versions() -> dict[str, str]:
@@ -346,18 +342,10 @@ def _log_probabilities(logits: Logits, whole: bool) -> np.ndarray:
     return shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
 
 
-def mean_by_row(values: np.ndarray, row: np.ndarray) -> dict[str, float | None]:
-    """Mean over tokens [M], with the interval (95 %) over rows drawn with replacement; none for fewer than two rows."""
-    from mhc.eval.common.scoring import resampled
-
+def mean_by_row(values: np.ndarray, row: np.ndarray) -> Bounds:
+    """Return the mean over tokens [M], with the interval (95 %) over rows drawn with replacement; none for one row."""
     _, row = np.unique(row, return_inverse=True)
-    sums, counts = np.bincount(row, values), np.bincount(row)
-    found: dict[str, float | None] = {"value": float(sums.sum() / counts.sum()), "low": None, "high": None}
-    if len(sums) > 1:
-        weights = resampled(len(sums))
-        low, high = np.percentile((weights @ sums) / (weights @ counts), (2.5, 97.5))
-        found |= {"low": float(low), "high": float(high)}
-    return found
+    return ratio(np.bincount(row, values), np.bincount(row)).at()
 
 
 def _apart(where: str, one: np.ndarray, other: np.ndarray) -> dict[str, Any]:
@@ -559,15 +547,6 @@ def _top_k(options: argparse.Namespace, config: Config) -> int:
     return options.top_k if options.top_k is not None else 0 if config.vocab_size <= WHOLE else 256
 
 
-def _config(name: str, step: int | None, changes: Mapping[str, Any]) -> Config:
-    """The config that a checkpoint is to be run under, but for its mesh; nothing else of it is read."""
-    from mhc.train.checkpoint import find_checkpoint
-
-    run, step = checkpoints.locate(name, step)
-    given = {field: value for field, value in changes.items() if not field.startswith("mesh.")}
-    return checkpoints.changed(find_checkpoint(run, step)[0], given)
-
-
 def _check_comparable(config: Config, against: str, vocabulary: int, tokenizer: str, longest: int) -> None:
     """Raises UserError where the model cannot read what the reference read, or its logits are of other tokens."""
     from mhc.data import tokenizers
@@ -602,15 +581,11 @@ def main(arguments: Sequence[str]) -> int:
     # jax takes seconds to import: only a command without mistakes waits for it.
     from mhc.data import tokenizers
 
-    config = _config(options.checkpoint, options.step, changes)
+    config = checkpoints.config_of(options.checkpoint, options.step, changes)
 
     def run(checkpoint: checkpoints.Checkpoint, rows: Rows, **given: Any) -> Outputs:
         print(f"{checkpoint.name}: compiling, then running", file=sys.stderr, flush=True)
-        progress, total = Progress(), len(rows.tokens)
-
-        def tell(done: int) -> None:
-            progress(lambda seconds: f"{checkpoint.name}: {done} of {total} rows, {done / seconds:.1f} a second")
-
+        tell = Progress("rows", len(rows.tokens), name=checkpoint.name)
         return compute(checkpoint, rows, batch_size=options.batch_size, tell=tell, **given)
 
     def model() -> checkpoints.Checkpoint:
@@ -626,7 +601,7 @@ def main(arguments: Sequence[str]) -> int:
         # How the checkpoint is computed leaves its reference as it is.
         shared = {name: value for name, value in changes.items() if name not in COMPUTED}
         try:
-            other = _config(options.against, None, shared)
+            other = checkpoints.config_of(options.against, None, shared)
         except UserError as error:
             raise UserError(f"--against: no golden file, and as a run: {error}") from None
         rows = _rows(options, other)

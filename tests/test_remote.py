@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 
 import train
-from mhc import cli, remote
+from mhc import cli, remote, run_folder
 from mhc.config import Config
 from mhc.errors import UserError
 from mhc.eval.compare import runs as reading
@@ -40,7 +40,7 @@ from tests.small_runs import final_state, lines, resolved, run
 # Not imported here: it reads its settings once.
 pytestmark = pytest.mark.skipif(find_spec("gcsfs") is None, reason="pip install 'mhc-jax[gcs]'")
 
-CONFIG = Path(__file__).parents[2] / "configs" / "demo.py"
+CONFIG = Path(__file__).parents[1] / "configs" / "demo.py"
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -132,7 +132,7 @@ def test_a_run_in_a_store_equals_a_local_one(store, finished, reference):
 def test_nothing_is_done_where_the_run_is_finished(store, finished, corpus):
     before = dict(store.buckets["bucket"])
     assert run(config(corpus), finished) == 0
-    after = {name: stored for name, stored in store.buckets["bucket"].items() if not name.endswith(remote.OWNER)}
+    after = {name: stored for name, stored in store.buckets["bucket"].items() if not name.endswith(run_folder.OWNER)}
     assert after == before
 
 
@@ -157,8 +157,8 @@ def killed_at(step: int, store: ObjectStore, made: Any, folder: str, monkeypatch
         patch.setattr(Record, "step", dies)
         with pytest.raises(Killed):
             run(made, folder)
-    name = f"{folder.removeprefix('gs://bucket/')}/{remote.OWNER}"
-    owner = {**json.loads(left[name].content), "machine": "another", "time": time.time() - remote.STALE - 1}
+    name = f"{folder.removeprefix('gs://bucket/')}/{run_folder.OWNER}"
+    owner = {**json.loads(left[name].content), "machine": "another", "time": time.time() - run_folder.STALE_SECONDS - 1}
     with store.lock:
         store.buckets["bucket"] = left
         store.put("bucket", name, json.dumps(owner).encode())
@@ -180,7 +180,7 @@ def test_a_killed_run_is_resumed_on_another_machine_and_equals_the_undisturbed_o
     assert run(config(corpus), folder) == 0
     assert_equal_runs(folder, reference)
     assert not spools()
-    assert not [name for name in store.names("bucket", "runs/killed") if name.endswith(remote.OWNER)]
+    assert not [name for name in store.names("bucket", "runs/killed") if name.endswith(run_folder.OWNER)]
 
 
 def test_an_uncommitted_checkpoint_is_not_seen_and_its_remains_go(store, finished, corpus):
@@ -280,18 +280,18 @@ def owned(store: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
     def make(age: float, **fields: Any) -> Clock:
         clock = Clock()
-        monkeypatch.setattr(remote, "time", clock)
+        monkeypatch.setattr(run_folder, "time", clock)
         with store.lock:
             owner = {**ELSEWHERE, "time": clock.now - age, **fields}
-            store.put("bucket", f"owned/{remote.OWNER}", json.dumps(owner).encode())
+            store.put("bucket", f"owned/{run_folder.OWNER}", json.dumps(owner).encode())
         return clock
 
     yield make
-    store.buckets["bucket"].pop(f"owned/{remote.OWNER}", None)
+    store.buckets["bucket"].pop(f"owned/{run_folder.OWNER}", None)
 
 
 def wait() -> None:
-    remote.home("gs://bucket/owned").wait_until_free()
+    run_folder.open_folder("gs://bucket/owned").wait_until_free()
 
 
 def test_a_run_that_gives_signs_of_life_is_left_alone(store, owned):
@@ -304,27 +304,27 @@ def test_a_run_that_gives_signs_of_life_is_left_alone(store, owned):
 def test_a_run_that_gives_none_counts_as_gone_after_two_minutes(owned, caplog):
     clock = owned(50.0)
     wait()
-    assert clock.now == pytest.approx(1000.0 + remote.STALE - 50.0)
+    assert clock.now == pytest.approx(1000.0 + run_folder.STALE_SECONDS - 50.0)
     assert "waiting up to 70 s" in caplog.text
-    clock = owned(remote.STALE + 1)
+    clock = owned(run_folder.STALE_SECONDS + 1)
     wait()
     assert clock.now == 1000.0
     clock = owned(-1e6)  # its clock is ahead
     wait()
-    assert clock.now == pytest.approx(1000.0 + remote.STALE)
+    assert clock.now == pytest.approx(1000.0 + run_folder.STALE_SECONDS)
 
 
 def test_a_process_of_this_machine_is_asked_whether_it_lives(owned):
-    clock = owned(1.0, machine=remote._machine(), process=os.getpid())
+    clock = owned(1.0, machine=run_folder._machine(), process=os.getpid())
     with pytest.raises(UserError, match="is training in this folder"):
         wait()
-    clock = owned(1.0, machine=remote._machine(), process=2**22 + 1)  # above what Linux gives out
+    clock = owned(1.0, machine=run_folder._machine(), process=2**22 + 1)  # above what Linux gives out
     wait()
     assert clock.now == 1000.0
 
 
 def test_of_two_runs_the_one_whose_folder_was_taken_stops_and_writes_no_more(store):
-    first, second = (remote.home("gs://bucket/taken", number) for number in (0, 1))
+    first, second = (run_folder.open_folder("gs://bucket/taken", number) for number in (0, 1))
 
     def lose() -> None:
         with first.held(writes=True):
@@ -334,13 +334,13 @@ def test_of_two_runs_the_one_whose_folder_was_taken_stops_and_writes_no_more(sto
                 (first.files / "metrics.jsonl").write_text("ours\nand more\n")
                 first.push()
 
-    with pytest.raises(UserError, match=r"no longer its own: process .* took it"):
+    with pytest.raises(UserError, match=r"it lost its folder: process .* took it"):
         lose()
     assert store.read("bucket", "taken/metrics.jsonl") == b"ours\n"
 
 
 def test_a_folder_in_a_store_has_one_process_of_this_machine_at_a_time(store):
-    first, second = (remote.home("gs://bucket/taken") for _ in range(2))
+    first, second = (run_folder.open_folder("gs://bucket/taken") for _ in range(2))
     with first.held(writes=True):
         with pytest.raises(UserError, match="gs://bucket/taken: another process is training"), second.held(writes=True):
             pass
@@ -356,10 +356,10 @@ def test_files_that_changed_are_copied_whole_and_the_summary_last(store, monkeyp
 
     def watch(method: str, bucket: str, name: str | None) -> None:
         name = (name or "").removeprefix("mirror/")
-        if method == "POST" and name != remote.OWNER and order[-1:] != [name]:  # one upload may take two requests
+        if method == "POST" and name != run_folder.OWNER and order[-1:] != [name]:  # one upload may take two requests
             order.append(name)
 
-    home = remote.home("gs://bucket/mirror")
+    home = run_folder.open_folder("gs://bucket/mirror")
     with home.held(writes=True):
         monkeypatch.setattr(store, "failing", watch)
         for name in ("summary.json", "tensorboard/events", "wandb/.hidden/x", ".metrics.jsonl.1.tmp", "metrics.jsonl"):
@@ -383,10 +383,10 @@ def test_files_that_changed_are_copied_whole_and_the_summary_last(store, monkeyp
 
 
 def test_a_thread_copies_now_and_then_but_takes_no_large_share_of_the_time(store, monkeypatch):
-    monkeypatch.setattr(remote, "BEAT", 0.01)
-    monkeypatch.setattr(remote, "PUSH", 0.0)
-    home = remote.home("gs://bucket/thread")
-    assert isinstance(home, remote.Mirror)
+    monkeypatch.setattr(run_folder, "HEARTBEAT_SECONDS", 0.01)
+    monkeypatch.setattr(run_folder, "COPY_SECONDS", 0.0)
+    home = run_folder.open_folder("gs://bucket/thread")
+    assert isinstance(home, run_folder.MirroredFolder)
     with home.held(writes=True):
         (home.files / "metrics.jsonl").write_text("a line\n")
         end = time.monotonic() + 20
@@ -397,11 +397,11 @@ def test_a_thread_copies_now_and_then_but_takes_no_large_share_of_the_time(store
         monkeypatch.setattr(store, "failing", lambda method, *_: time.sleep(slow) if method == "POST" else None)
         (home.files / "metrics.jsonl").write_text("two lines\n\n")
         home.push()
-        assert home.due > time.monotonic() + 0.9 * slow / remote.SHARE
+        assert home.due > time.monotonic() + 0.9 * slow / run_folder.COPY_SHARE
 
 
 def test_what_cannot_be_copied_at_a_run_s_end_stays_on_the_disk(store, monkeypatch, caplog):
-    home = remote.home("gs://bucket/kept")
+    home = run_folder.open_folder("gs://bucket/kept")
 
     def fail() -> None:
         with home.held(writes=True):
