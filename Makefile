@@ -1,9 +1,12 @@
-# Two commands for a newcomer, `make demo` and `make test`; each installs the project into .venv first when it is not there.
+# Two commands for a newcomer, `make demo` and `make test`. Each first installs what it needs into .venv, once: the demo
+# what training needs, the tests their tools over it.
 # A Python of your choice: make PYTHON=python3.12 test (only read while .venv does not exist).
 PYTHON ?= python3
 WORKDIR ?= runs/demo
 VENV := .venv
 RUN := $(VENV)/bin/python
+TRAIN := $(VENV)/installed-train
+DEV := $(VENV)/installed-dev
 KINDS := plain hc mhc
 
 # Most of the suite's time is compilation: keep compiled programs between runs.
@@ -12,7 +15,7 @@ export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS ?= 0
 
 .PHONY: demo test test-full lint format install
 
-demo: install
+demo: $(TRAIN)
 	@for kind in $(KINDS); do \
 	    echo "== $$kind: $(WORKDIR)/$$kind"; \
 	    $(RUN) train.py --config configs/demo.py --config.residual.kind=$$kind --workdir $(WORKDIR)/$$kind || exit $$?; \
@@ -20,23 +23,23 @@ demo: install
 	@$(RUN) -m eval.compare $(WORKDIR)
 	@echo "Open $(WORKDIR)/report.html in a browser."
 
-test: install
+test: $(DEV)
 	$(RUN) -m pytest -m "not slow" --numprocesses 2 --dist loadfile
 
-test-full: install
+test-full: $(DEV)
 	$(RUN) -m pytest
 
-lint: install
+lint: $(DEV)
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
 	$(RUN) -m mypy
 	$(VENV)/bin/shellcheck tpu/*.sh
 
-format: install
+format: $(DEV)
 	$(RUN) -m ruff check --fix .
 	$(RUN) -m ruff format .
 
-install: $(VENV)/installed
+install: $(DEV)
 
 # ensurepip is a package of its own on some systems; pip can then install a pip into the environment from outside.
 $(RUN):
@@ -45,7 +48,12 @@ $(RUN):
 	@echo "== Creating $(VENV) with $$($(PYTHON) --version)"
 	@$(PYTHON) -m venv $(VENV) 2>/dev/null || { $(PYTHON) -m venv --without-pip $(VENV) && $(PYTHON) -m pip --python $(RUN) install --quiet pip; } || { rm -rf $(VENV); exit 2; }
 
-$(VENV)/installed: pyproject.toml | $(RUN)
-	@echo "== Installing into $(VENV) (once, some minutes)"
-	@$(RUN) -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
+$(TRAIN): pyproject.toml | $(RUN)
+	@echo "== Installing what training needs into $(VENV) (once, one to three minutes)"
+	@$(RUN) tools/install.py '.[train]'
 	@touch $@
+
+$(DEV): pyproject.toml | $(RUN)
+	@echo "== Installing what the tests need into $(VENV) (once, one to three minutes)"
+	@$(RUN) tools/install.py '.[dev]'
+	@touch $(TRAIN) $@

@@ -26,7 +26,11 @@ from mhc.errors import UserError, did_you_mean
 
 def main(arguments: Sequence[str]) -> int:
     """Reads the command line, measures, prints a table. Raises UserError for a user's mistake."""
-    parser = cli.Parser(prog="bench.step", description="Time training steps of several residual kinds, interleaved.")
+    parser = cli.Parser(
+        description="Time training steps of several residual kinds, interleaved.",
+        example="{prog} --config configs/dense_10m.py --arms plain,hc,mhc --steps 20 --json step.json",
+        fields=cli.EVERY_FIELD,
+    )
     parser.add_argument("--config", required=True, metavar="FILE", help="config file, e.g. configs/dense_10m.py")
     parser.add_argument("--arms", default="plain,mhc", metavar="KIND,…", help="residual kinds; the first is the base")
     parser.add_argument("--steps", type=int, default=20, help="timed rounds (default 20)")

@@ -1,7 +1,7 @@
-"""The edge that command-line programs share: arguments, config files with overrides, and errors of one line.
+"""What command-line programs share: arguments, config files with overrides, exit codes, and errors of one line.
 
-Exit codes: 0 done, 2 a user's mistake, 6 no room to write, 130 interrupted from the keyboard, 141 nobody reads the
-result any more (``… | head``), 143 by SIGTERM where a program takes it; a program says when it has others.
+Exit codes: 0 done, 2 a user's mistake, 6 a full disk, 130 interrupted from the keyboard, 141 nobody reads the result
+any more (``… | head``), 143 by SIGTERM where a program handles it. A program that has further codes documents them.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ import re
 import runpy
 import signal
 import sys
+import textwrap
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -29,55 +30,126 @@ from mhc.errors import UserError, did_you_mean
 if TYPE_CHECKING:
     from ml_collections import ConfigDict
 
-GRID = "grid.json"  # what makes a folder a grid's
+GRID = "grid.json"  # the file that makes a folder a grid
 
-_targets: list[str] = []  # what the program in hand is to write
+EVERY_FIELD = ("",)  # the `fields` of a program that takes every field of a config
+
+_targets: list[str] = []  # paths that the running program is to write
+
+# Arguments ------------------------------------------------------------------------------------------------------------
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse without abbreviations, whose complaints are UserErrors."""
+    """Parses arguments as argparse does, without abbreviations; its complaints are UserErrors.
 
-    def __init__(self, **arguments: Any) -> None:
+    Attributes:
+      example: command lines that work, which ``--help`` shows.
+      fields: config fields that ``--config.NAME=VALUE`` may change: dotted names, or groups that end in a dot; empty
+        where the program takes none or does not restrict them.
+    """
+
+    def __init__(self, *, example: str | Sequence[str] = (), fields: Sequence[str] = (), **arguments: Any) -> None:
+        """Describe a program.
+
+        Args:
+          example: a command line, or several; ``{prog}`` stands for what starts the program.
+          fields: the config fields that the program takes.
+          arguments: those of argparse.ArgumentParser.
+        """
         arguments.setdefault("prog", program())
         super().__init__(allow_abbrev=False, **arguments)
+        lines = [example] if isinstance(example, str) else example
+        self.example = tuple(line.replace("{prog}", self.prog) for line in lines)
+        self.fields = tuple(fields)
+
+    def format_help(self) -> str:
+        """Return the help of argparse, the config fields and the example below it."""
+        sections = [super().format_help().rstrip("\n")]
+        if self.fields:
+            words = textwrap.fill(
+                self._field_words(), 80, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False
+            )
+            sections.append(f"config fields:\n{words}")
+        if self.example:
+            title = "example" if len(self.example) == 1 else "examples"
+            sections.append(f"{title}:\n" + "\n".join(f"  {line}" for line in self.example))
+        return "\n\n".join(sections) + "\n"
+
+    def takes(self, name: str) -> bool:
+        """Return whether a field, by its dotted name, is among ``fields``."""
+        return any(name.startswith(entry) if entry[-1:] in ("", ".") else name == entry for entry in self.fields)
+
+    def _field_words(self) -> str:
+        if self.fields == EVERY_FIELD:
+            return "--config.GROUP.FIELD=VALUE changes a field; python -m mhc.train --fields lists and explains them"
+        return f"{allowed_fields(self.fields)} change these alone; python -m mhc.train --fields explains them"
 
     def error(self, message: str) -> NoReturn:
-        """Raises UserError instead of printing the usage and leaving."""
+        """Raise UserError instead of printing the usage and exiting."""
         raise UserError(f"{message} (--help lists the arguments)")
 
     def options(self) -> list[str]:
-        """The long options, for messages."""
+        """Return the long options, for messages."""
         return [option for action in self._actions for option in action.option_strings if option.startswith("--")]
 
     def parse_args(self, args=None, namespace=None):
-        """As argparse, with the nearest option for an unknown one. Raises UserError."""
+        """Parse arguments as argparse does. Raises UserError, with the nearest option for an unknown one."""
         parsed, rest = self.parse_known_args(args, namespace)
         if rest:
             self.refuse(rest[0])
         return parsed
 
     def refuse(self, argument: str) -> NoReturn:
-        """Raises the UserError for an argument that nothing takes."""
+        """Raise the UserError for an unknown argument."""
         name = argument.partition("=")[0]
         dashed = name if name.startswith("-") else f"--{name}"
         raise UserError(f"unknown argument {argument}{did_you_mean(dashed.partition('.')[0], self.options())}")
 
 
 def program() -> str:
-    """Return what was typed to start this process: ``train.py``, or ``python -m mhc.train``."""
+    """Return the command that started this process: ``python train.py``, or ``python -m mhc.train``."""
     spec = getattr(sys.modules.get("__main__"), "__spec__", None)
     if spec is None:
-        return Path(sys.argv[0]).name
+        name = Path(sys.argv[0]).name
+        return f"python {name}" if name.endswith(".py") else name
     return f"python -m {spec.name.removesuffix('.__main__')}"
 
 
-def run_main(main: Callable[[Sequence[str]], int], arguments: Sequence[str] | None = None) -> NoReturn:
-    """Run a program and exit with its code; a UserError becomes ``error: …`` on stderr and code 2, a full disk a line
-    and code 6. What a program says on stderr cannot fail it (`mhc.stdio`).
+def allowed_fields(fields: Sequence[str]) -> str:
+    """Return the options that set config fields: ``--config.{mesh,data}.*, --config.model.dtype``."""
+    groups = [name.removesuffix(".") for name in fields if name.endswith(".")]
+    options = [f"--config.{groups[0] if len(groups) == 1 else '{' + ','.join(groups) + '}'}.*"] if groups else []
+    return ", ".join([*options, *(f"--config.{name}" for name in fields if not name.endswith("."))])
+
+
+@contextlib.contextmanager
+def naming_options(fields: Sequence[str]) -> Iterator[None]:
+    """Let a UserError about a field of `data` name the program's option of that name instead.
+
+    Advice at the end of the message that is about another field is left out.
 
     Args:
-        main: takes the command-line arguments without the program's name, gives the exit code.
-        arguments: None: ``sys.argv[1:]``.
+      fields: the fields of `data` that are options of the program.
+    """
+    try:
+        yield
+    except UserError as error:
+        message = re.sub(rf"(?<![\w/.-])data\.({'|'.join(fields)})\b", r"--\1", str(error))
+        raise type(error)(re.sub(r" or ((?! or ).)* data\.\w+$", "", message)) from None
+
+
+# Running a program ----------------------------------------------------------------------------------------------------
+
+
+def run_main(main: Callable[[Sequence[str]], int], arguments: Sequence[str] | None = None) -> NoReturn:
+    """Run a program and exit with its code.
+
+    A UserError becomes ``error: …`` on stderr and code 2, a full disk one such line and code 6. A stderr that cannot be
+    written does not end the program (`mhc.stdio`).
+
+    Args:
+      main: takes the command-line arguments without the program's name, returns the exit code.
+      arguments: the arguments; None: ``sys.argv[1:]``.
     """
     _targets.clear()
     try:
@@ -90,7 +162,7 @@ def run_main(main: Callable[[Sequence[str]], int], arguments: Sequence[str] | No
 
 
 def _code(main: Callable[[Sequence[str]], int], arguments: Sequence[str], result: stdio.ResultStream) -> int:
-    """Run a program; its exit code, or that of the line in which it ends."""
+    """Run a program; return its exit code, or that of the error that it ends with."""
     try:
         with _warnings_as_lines():
             code = main(arguments)
@@ -120,7 +192,7 @@ class _Lines(logging.Handler):
 
 @contextlib.contextmanager
 def _warnings_as_lines() -> Iterator[None]:
-    """What this package logs is ``warning: …``, whatever the libraries have made of logging."""
+    """Print what this package logs as ``warning: …``, however libraries have configured logging."""
     logger, handler = logging.getLogger("mhc"), _Lines()
     logger.addHandler(handler)
     logger.propagate = False
@@ -132,14 +204,14 @@ def _warnings_as_lines() -> Iterator[None]:
 
 
 class _Terminated(KeyboardInterrupt):
-    """SIGTERM."""
+    """Stands for SIGTERM."""
 
 
 @contextlib.contextmanager
 def interrupted_by_sigterm() -> Iterator[None]:
-    """SIGTERM meanwhile is an interrupt from the keyboard, but for the exit code: what is open is closed and cleared.
+    """Treat SIGTERM as an interrupt from the keyboard, so that open files are closed; the exit code differs.
 
-    For the main thread alone.
+    This works in the main thread alone.
     """
 
     def interrupt(number: int, frame: FrameType | None) -> NoReturn:
@@ -153,66 +225,64 @@ def interrupted_by_sigterm() -> Iterator[None]:
 
 
 def _leave(code: int) -> NoReturn:
-    """Exits without taking the interpreter down: a compilation that was left behind crashes when that happens."""
+    """Exit without shutting the interpreter down, which crashes while a compilation runs in the background."""
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError, stdio.ClosedPipe):  # a pipe whose reader was interrupted as well
+        # The reader of a pipe may have been interrupted as well.
+        with contextlib.suppress(OSError, ValueError, stdio.ClosedPipe):
             stream.flush()
     os._exit(code)
 
 
-@contextlib.contextmanager
-def own_names(fields: Sequence[str]) -> Iterator[None]:
-    """A UserError about one of these fields of `data` names the option of the program that has its name.
-
-    A last advice that is about another field is left out.
-    """
-    try:
-        yield
-    except UserError as error:
-        said = re.sub(rf"(?<![\w/.-])data\.({'|'.join(fields)})\b", r"--\1", str(error))
-        raise type(error)(re.sub(r" or ((?! or ).)* data\.\w+$", "", said)) from None
+# Configs --------------------------------------------------------------------------------------------------------------
 
 
 def load_config(path: str, arguments: Sequence[str], parser: Parser) -> Config:
-    """The validated Config of a config file and the overrides on the command line.
+    """Return the validated Config of a config file and the overrides on the command line.
 
     Args:
-        path: a Python file with ``get_config() -> ConfigDict``; ``file.py:text`` calls ``get_config(text)``.
-        arguments: what the parser left over: ``--config.group.field=value`` (or a space for ``=``), nothing else.
-        parser: names the options in the complaint about anything else.
-    Raises: UserError for a file that cannot be loaded, an unknown or mistyped override, or an invalid config.
+      path: a Python file with ``get_config() -> ConfigDict``; ``file.py:text`` calls ``get_config(text)``.
+      arguments: what the parser left over: ``--config.group.field=value`` (or a space for ``=``), nothing else.
+      parser: names the options in the complaint about anything else.
+
+    Raises:
+      UserError: a file that cannot be loaded, an unknown or mistyped override, or an invalid config.
     """
     tree = _run_config_file(path).to_dict()
     config_lib.load_kinds(tree)  # the overrides may set options of its kinds
-    return _changed(tree, overrides(arguments, parser))
-
-
-def change(config: Config, arguments: Sequence[str], parser: Parser) -> Config:
-    """A resolved Config with the overrides on the command line, by `mhc.config.change`.
-
-    Raises: UserError as `load_config`.
-    """
-    return config_lib.change(config, overrides(arguments, parser))
-
-
-def _changed(tree: dict[str, dict[str, Any]], changes: Mapping[str, Any]) -> Config:
-    for name, value in changes.items():
+    for name, value in overrides(arguments, parser).items():
         group, _, leaf = name.partition(".")
         tree.setdefault(group, {})[leaf] = value
     return config_lib.from_config_dict(tree)
 
 
-def overrides(arguments: Sequence[str], parser: Parser) -> dict[str, Any]:
-    """``--config.GROUP.FIELD=VALUE`` as {dotted name: value}, each checked as far as one field can be.
+def override(config: Config, arguments: Sequence[str], parser: Parser) -> Config:
+    """Return a resolved Config with the overrides on the command line, by `mhc.config.change`.
 
-    The last of a name counts.
-
-    Raises: UserError for anything else among the arguments, an unknown field, or a value that it may not hold.
+    Raises:
+      UserError: as `load_config`.
     """
-    found = {}
+    return config_lib.change(config, overrides(arguments, parser))
+
+
+def overrides(
+    arguments: Sequence[str], parser: Parser, otherwise: str = "this program does not take it"
+) -> dict[str, Any]:
+    """Return ``--config.GROUP.FIELD=VALUE`` as {dotted name: value}, each checked as far as one field can be.
+
+    The last value of a field counts.
+
+    Args:
+      arguments: what the parser left over.
+      parser: names the options in messages, and says which fields the program takes.
+      otherwise: the reason for refusing a field that is not among them.
+
+    Raises:
+      UserError: anything else stands among the arguments, a field is unknown or not taken, or a value is not allowed.
+    """
+    values = {}
     rest = list(arguments)
-    config_lib.load_kinds({"residual": {"module": _given(rest, "residual.module")}})
+    config_lib.load_kinds({"residual": {"module": _last_value(rest, "residual.module")}})
     while rest:
         argument = rest.pop(0)
         flag, equals, text = argument.partition("=")
@@ -221,28 +291,17 @@ def overrides(arguments: Sequence[str], parser: Parser) -> dict[str, Any]:
             parser.refuse(argument)
         name = match[1]
         meaning = config_lib.describe(name)
+        if parser.fields and not parser.takes(name):
+            raise UserError(f"--config.{name}: {otherwise}; allowed: {allowed_fields(parser.fields)}")
         if not equals:
             if not rest:
                 raise UserError(f"{flag}: a value is missing: {meaning}")
             text = rest.pop(0)
-        found[name] = config_lib.parse_value(name, text)
-    return found
+        values[name] = config_lib.parse_value(name, text)
+    return values
 
 
-def field_lines(group: str) -> list[str]:
-    """Return a line for each field of a group ("": of every one): ``group.field = default``, its words, what is
-    allowed.
-
-    Raises: UserError for an unknown group.
-    """
-    known = config_lib.groups()
-    if group and group not in known:
-        raise UserError(f"--fields: unknown group {group}{did_you_mean(group, known)}; groups: {', '.join(known)}")
-    names = [name for name in config_lib.field_names() if not group or name.partition(".")[0] == group]
-    return [f"{name} = {config_lib.default_of(name)!r}  # {config_lib.describe(name)}" for name in names]
-
-
-def _given(arguments: Sequence[str], field: str) -> str | None:
+def _last_value(arguments: Sequence[str], field: str) -> str | None:
     """Return the last value that the command line gives a field, None where it gives none."""
     value = None
     for number, argument in enumerate(arguments):
@@ -252,8 +311,24 @@ def _given(arguments: Sequence[str], field: str) -> str | None:
     return None if value == "None" else value
 
 
+def field_lines(group: str) -> list[str]:
+    """Return a line for each field of a group: ``group.field = default``, its meaning, and what is allowed.
+
+    Args:
+      group: the group's name; "": every group.
+
+    Raises:
+      UserError: the group is unknown.
+    """
+    known = config_lib.groups()
+    if group and group not in known:
+        raise UserError(f"--fields: unknown group {group}{did_you_mean(group, known)}; groups: {', '.join(known)}")
+    names = [name for name in config_lib.field_names() if not group or name.partition(".")[0] == group]
+    return [f"{name} = {config_lib.default_of(name)!r}  # {config_lib.describe(name)}" for name in names]
+
+
 def _run_config_file(path: str) -> ConfigDict:
-    """What the file's get_config gives. Raises UserError with file and line for whatever goes wrong in it."""
+    """Return what the file's get_config returns. Raises UserError with file and line for whatever goes wrong in it."""
     file, colon, text = path.partition(":")
     if not Path(file).is_file():
         siblings = [str(entry) for entry in sorted(Path(file).parent.glob("*.py"))]
@@ -265,29 +340,37 @@ def _run_config_file(path: str) -> ConfigDict:
         get_config = runpy.run_path(file).get("get_config")
         if get_config is None:
             raise UserError(f"config file {file}: it defines no get_config()")
-        made = get_config(text) if colon else get_config()
+        config = get_config(text) if colon else get_config()
     except SyntaxError as error:
         raise UserError(f"config file {error.filename}, line {error.lineno}: {error.msg}") from None
     except UserError:
         raise
     except Exception as error:  # the file is the user's, and so is whatever it raises
         lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
-        reason = error.args[0] if isinstance(error, KeyError) and error.args else error  # str() of one is quoted
+        reason = error.args[0] if isinstance(error, KeyError) and error.args else error  # str() of a KeyError is quoted
         place = f", line {lines[-1]}" if lines else ""
         raise UserError(f"config file {file}{place}: {type(error).__name__}: {reason}") from None
-    if not isinstance(made, ConfigDict):
+    if not isinstance(config, ConfigDict):
         raise UserError(
-            f"config file {file}: get_config() gives {type(made).__name__}, allowed: ml_collections.ConfigDict"
+            f"config file {file}: get_config() gives {type(config).__name__}, allowed: ml_collections.ConfigDict"
         )
-    return made
+    return config
+
+
+# Paths that are written -----------------------------------------------------------------------------------------------
 
 
 def check_writable(folder: str, option: str = "--workdir") -> Path:
-    """Return the path of a folder that is there or can be made; makes nothing.
+    """Return the path of a folder that exists or can be made; nothing is made.
 
-    What is checked here is written later: the program does not end when the reader of its stdout does.
+    A program that checks a folder here writes it later, so it no longer ends when nobody reads its stdout.
 
-    Raises: UserError where it cannot be written.
+    Args:
+      folder: the folder, as the user named it.
+      option: the option that names it, for messages.
+
+    Raises:
+      UserError: the folder cannot be written.
     """
     if not folder:
         raise UserError(f"{option}: given '', allowed: the path of a folder, e.g. runs/a")
@@ -301,28 +384,21 @@ def check_writable(folder: str, option: str = "--workdir") -> Path:
         raise UserError(f"{option} {folder}: {parent} is a file, allowed: a folder that can be written")
     if not os.access(parent, os.W_OK | os.X_OK):
         raise UserError(f"{option} {folder}: {_why_not(parent)} {parent}")
-    _to_be_written(path)
+    _will_write(path)
     return path
 
 
-def _to_be_written(path: Path) -> None:
-    """Remember what the program writes, and have it write that whether or not anybody reads its stdout."""
-    _targets.append(str(path))
-    stdio.keep_going()
-
-
-def _why_not(folder: Path) -> str:
-    """Why a folder cannot be written, up to its name."""
-    with contextlib.suppress(OSError):
-        if os.statvfs(folder).f_flag & os.ST_RDONLY:
-            return "the file system is read-only at"
-    return "no permission to write in"
-
-
 def check_file(file: str, option: str) -> Path:
-    """Return the path of a file that can be written, in a folder that is there. Raises UserError where it cannot.
+    """Return the path of a file that can be written, in a folder that exists.
 
-    As in `check_writable`, the program does not end when the reader of its stdout does.
+    As in `check_writable`, the program no longer ends when nobody reads its stdout.
+
+    Args:
+      file: the file, as the user named it.
+      option: the option that names it, for messages.
+
+    Raises:
+      UserError: the file cannot be written.
     """
     path = Path(file)
     if path.is_dir() or not path.parent.is_dir():
@@ -331,12 +407,16 @@ def check_file(file: str, option: str) -> Path:
         raise UserError(f"{option}: cannot write {file}: {_why_not(path.parent)} {path.parent}")
     if path.exists() and not os.access(path, os.W_OK):
         raise UserError(f"{option}: cannot write {file}: no permission to write it")
-    _to_be_written(path)
+    _will_write(path)
     return path
 
 
 def check_workdir(folder: str) -> remote.Folder:
-    """As `check_writable` for a run, whose folder may also be ``gs://BUCKET/PATH``: then the bucket is asked for."""
+    """Return the path of a run's folder: a local one as in `check_writable`, or ``gs://BUCKET/PATH``.
+
+    Raises:
+      UserError: the folder cannot be written, holds a grid, or the bucket cannot be reached.
+    """
     if not remote.is_remote(folder):
         path = check_writable(folder)
         if (path / GRID).is_file():
@@ -350,3 +430,17 @@ def check_workdir(folder: str) -> remote.Folder:
     except UserError as error:
         raise UserError(f"--workdir {error}") from None
     return path
+
+
+def _will_write(path: Path) -> None:
+    """Record what the program is to write, and let it go on where nobody reads its stdout."""
+    _targets.append(str(path))
+    stdio.keep_going()
+
+
+def _why_not(folder: Path) -> str:
+    """Return why a folder cannot be written, up to its name."""
+    with contextlib.suppress(OSError):
+        if os.statvfs(folder).f_flag & os.ST_RDONLY:
+            return "the file system is read-only at"
+    return "no permission to write in"

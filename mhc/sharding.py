@@ -17,7 +17,7 @@ import logging
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -30,6 +30,8 @@ from mhc.errors import UserError
 from mhc.xla_options import known_options
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 MESH_AXES = ("data", "fsdp", "tensor", "expert")
 BATCH_AXES = ("data", "fsdp", "expert")
@@ -253,6 +255,15 @@ def threads_of_one_cpu(mesh: Mesh) -> bool:
     return mesh.size > 1 and mesh.devices.flat[0].platform == "cpu"
 
 
+def in_order(result: T, mesh: Mesh) -> T:
+    """Return the result of a program; where devices are threads of a CPU, wait for it first.
+
+    They wait for each other inside a program's collectives: two programs at once on too few cores can starve each other
+    for ever, and there is nothing to overlap.
+    """
+    return jax.block_until_ready(result) if threads_of_one_cpu(mesh) else result
+
+
 def jit(function: Callable[..., Any], mesh: Mesh | None, **options: Any) -> Any:
     """``jax.jit`` with these options, for a program with collectives over the mesh.
 
@@ -301,6 +312,17 @@ def tracing_for(mesh: Mesh | None) -> Iterator[None]:
         yield
     finally:
         _MESH.reset(token)
+
+
+def traced_for(function: Callable[..., Any], mesh: Mesh | None) -> Callable[..., Any]:
+    """Return the function, traced for this mesh whenever it is traced."""
+
+    @functools.wraps(function)
+    def traced(*args: Any) -> Any:
+        with tracing_for(mesh):
+            return function(*args)
+
+    return traced
 
 
 def current_mesh() -> Mesh | None:

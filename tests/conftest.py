@@ -68,10 +68,10 @@ def compiled_once() -> Iterator[None]:
     import functools
 
     from mhc.monitor import probes
-    from mhc.train import run as runs
+    from mhc.train import opened
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(runs, "Trainer", functools.cache(runs.Trainer))
+        patch.setattr(opened, "Trainer", functools.cache(opened.Trainer))
         patch.setattr(probes, "compile_probe", functools.cache(probes.compile_probe))
         yield
 

@@ -102,17 +102,17 @@ def lines(run: Path, name: str, leave_out: tuple[str, ...] = CLOCK) -> list[dict
 
 
 def final_state(run: Folder, devices: int = 1) -> tuple[int, Any, dict[str, Any]]:
-    """(step, train state, the host's side without times) of the last committed checkpoint."""
+    """Return (step, train state, where the run stood, without times) of the last committed checkpoint."""
     stored = from_json((run / "config.json").read_text())
     trainer = Trainer(stored, make_mesh(stored.mesh, jax.devices()[:devices]))
     checkpoints = Checkpoints(run, stored.checkpoint)
     try:
         step = checkpoints.latest()
         assert step is not None
-        state, host = checkpoints.restore(step, trainer.abstract, trainer.layout)
+        state, standing = checkpoints.restore(step, trainer.abstract, trainer.layout)
     finally:
         checkpoints.close()
-    return step, state, {name: value for name, value in host.items() if name != "seconds"}
+    return step, state, {name: value for name, value in standing.to_json().items() if name != "seconds"}
 
 
 def assert_equal_runs(run: Path, reference: Path, devices: int = 1) -> None:

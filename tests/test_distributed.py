@@ -8,9 +8,6 @@ import signal
 import socket
 import subprocess
 import sys
-from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import jax
 import numpy as np
@@ -18,12 +15,12 @@ import pytest
 from jax.experimental import multihost_utils
 
 from mhc import distributed
-from mhc.config import DistributedConfig, to_json
+from mhc.config import DistributedConfig
 from mhc.distributed import StopRequest
 from mhc.errors import UserError
 from mhc.full_disk import DiskFull
 from mhc.sharding import local_rows, make_mesh, put_batch
-from mhc.train.run import Run
+from mhc.train.setup import check_same, resumed_changes
 from tests.small import with_fields
 from tests.small_runs import config
 
@@ -76,13 +73,11 @@ def test_processes_that_do_not_come_are_given_up_with_a_line_of_ours(process: in
     )
 
 
-def test_how_processes_find_each_other_is_no_change_of_a_run(tmp_path):
+def test_how_processes_find_each_other_is_no_change_of_a_run():
     """Neither noted on a resume nor kept in its event, unlike a change that may matter."""
     made = config("text:/nowhere/*.txt")
-    (tmp_path / "config.json").write_text(to_json(made))
     found = {"cluster": "address", "coordinator": "a:80", "processes": 2, "process_id": 1}
-    ours: Any = SimpleNamespace(place=tmp_path, config=with_fields(made, distributed=found, mesh={"fsdp": 2}))
-    assert Run._check_stored(ours) == {"mesh.fsdp": (1, 2)}
+    assert resumed_changes(made, with_fields(made, distributed=found, mesh={"fsdp": 2})) == {"mesh.fsdp": (1, 2)}
 
 
 @pytest.mark.parametrize(
@@ -102,12 +97,11 @@ def test_a_taken_port_is_a_mistake_and_another_error_is_not(text, raised, monkey
 
 def test_another_folder_or_config_than_process_0_has_is_refused():
     made = config("text:/nowhere/*.txt")
-    ours: Any = SimpleNamespace(place=Path("runs/a"), config=made)
-    Run._check_same(ours, to_json(made), "runs/a")
+    check_same(made, "runs/a", made, "runs/a")
     with pytest.raises(UserError, match=r"--workdir: given runs/a, allowed: what process 0 has, runs/b"):
-        Run._check_same(ours, to_json(made), "runs/b")
+        check_same(made, "runs/a", made, "runs/b")
     with pytest.raises(UserError, match=r"optimizer.lr: given 0.01, allowed: what process 0 has, 0.5"):
-        Run._check_same(ours, to_json(with_fields(made, optimizer={"lr": 0.5})), "runs/a")
+        check_same(made, "runs/a", with_fields(made, optimizer={"lr": 0.5}), "runs/a")
 
 
 @pytest.mark.parametrize(

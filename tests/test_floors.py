@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import ast
+import graphlib
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -31,16 +32,14 @@ FLOORS = {
     "mhc.remote": 1,
     "mhc.run_folder": 1,
     "mhc.rng": 1,
+    "mhc.provenance": 1,
     "mhc.kernels": 2,
     "mhc.residual": 3,
     "mhc.model": 4,
     "mhc.data": 4,
     "mhc.sharding": 4,
     "mhc.distributed": 4,
-    "mhc.data.inspect": 5,  # a program
     "mhc.monitor": 5,
-    "mhc.provenance": 5,
-    "mhc.monitor.probes": 6,
     "mhc.train": 6,
     "mhc.interop": 7,
     "mhc.grid": 7,
@@ -55,8 +54,8 @@ FLOORS = {
 # mhc.residual and mhc.kernels are used as a library in other people's models.
 LIBRARY = ("mhc.residual", "mhc.kernels", "mhc.rng", "mhc.kinds", "mhc.rules", "mhc.errors")
 LIBRARY_NEEDS = {"jax", "flax", "numpy"}  # numpy comes with jax
-# functional.py and what it is made of are the bottom of the house, though they lie in the residual's folder: kernels
-# are # checked against them.
+# functional.py and what it is made of are the bottom of the house, though they lie in the residual's folder:
+# kernels are checked against them.
 FLOORS |= {f"mhc.residual.{name}": 2 for name in ("functional", "arrays", "runner", "mixing")}
 
 
@@ -79,10 +78,15 @@ def modules() -> list[tuple[str, Path]]:
     return [(".".join(parts).removesuffix(".__init__"), file) for parts, file in named]
 
 
-def imported(source: str, module: str, is_package: bool) -> Iterator[str]:
-    """Absolute names of what a module imports at run time, also inside functions, but not under TYPE_CHECKING."""
+def imported(source: str, module: str, is_package: bool, *, in_functions: bool = True) -> Iterator[str]:
+    """Yield the absolute names of what a module imports at run time, not under TYPE_CHECKING.
+
+    ``in_functions``: also what it imports when a function is called, not only when the module itself is imported.
+    """
 
     def walk(node: ast.AST) -> Iterator[str]:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) and not in_functions:
+            return
         if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
             for other in node.orelse:
                 yield from walk(other)
@@ -123,6 +127,26 @@ def violations(source: str, module: str, is_package: bool = False) -> list[str]:
     return found
 
 
+def circle(sources: Mapping[str, tuple[str, bool]]) -> list[str]:
+    """Return modules that import one another in a circle while they are imported; empty where there is none.
+
+    Args:
+      sources: {module: (its source, whether it is a package)}.
+    """
+    graph: dict[str, set[str]] = {}
+    for module, (source, is_package) in sources.items():
+        names = imported(source, module, is_package, in_functions=False)
+        # `from mhc.config import Config` imports the package, `from mhc import config` a module of it.
+        modules = (name if name in sources else name.rpartition(".")[0] for name in names)
+        graph[module] = {name for name in modules if name in sources and name != module}
+    try:
+        graphlib.TopologicalSorter(graph).prepare()
+    except graphlib.CycleError as error:
+        found: list[str] = error.args[1]
+        return found
+    return []
+
+
 def _known_floor(name: str) -> int | None:
     # `from mhc import x` may name an attribute of the package rather than a module.
     file = ROOT.joinpath(*name.split("."))
@@ -133,6 +157,28 @@ def _known_floor(name: str) -> int | None:
 @pytest.mark.parametrize(("module", "file"), modules(), ids=lambda value: value if isinstance(value, str) else "")
 def test_no_import_climbs_a_floor(module: str, file: Path) -> None:
     assert not violations(file.read_text("utf-8"), module, file.name == "__init__.py")
+
+
+def test_no_modules_import_one_another_in_a_circle() -> None:
+    assert circle({name: (file.read_text("utf-8"), file.name == "__init__.py") for name, file in modules()}) == []
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "is_circle"),
+    [
+        ("import b", "import a", True),
+        ("from . import b", "from a import name", True),
+        ("class A:\n    from b import x", "try:\n    import a\nexcept ImportError:\n    pass", True),
+        ("import b", "def f():\n    import a", False),
+        ("import b", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import a", False),
+        ("import b", "import c", False),
+    ],
+)
+def test_a_circle_is_seen(first: str, second: str, is_circle: bool) -> None:
+    sources = {"a": (first, False), "b": (second, False), "c": ("", False)}
+    if first.startswith("from ."):
+        sources = {"a": ("from . import b", True), "a.b": (second, False)}
+    assert bool(circle(sources)) == is_circle
 
 
 @pytest.mark.parametrize(

@@ -11,9 +11,9 @@ import tomllib
 from pathlib import Path
 
 import pytest
-import setuptools
 
 from mhc import extras
+from tools import install
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))
@@ -44,7 +44,9 @@ def name_of(requirement: str) -> str:
 
 def test_a_wheel_holds_the_package_alone() -> None:
     """Folders of the names eval, tpu, bench or configs are other people's, in whose environment this is installed."""
-    chosen = setuptools.find_packages(str(ROOT), **PROJECT["tool"]["setuptools"]["packages"]["find"])
+    options = PROJECT["tool"]["setuptools"]["packages"]["find"]
+    code = f"import setuptools; print(*setuptools.find_packages({str(ROOT)!r}, **{options}))"
+    chosen = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
     assert {name.partition(".")[0] for name in chosen} == {"mhc"}
     folders = {path.parent for path in (ROOT / "mhc").rglob("*.py")}
     assert {name.replace(".", "/") for name in chosen} == {path.relative_to(ROOT).as_posix() for path in folders}
@@ -121,3 +123,35 @@ raise ValueError("of their own")
     # What Python prints of other exceptions stays.
     assert done.returncode == 1
     assert done.stderr.startswith("Traceback") and done.stderr.endswith("ValueError: of their own\n")
+
+
+def test_the_install_says_how_far_it_is(tmp_path: Path) -> None:
+    """By what pip prints, and by what lies in the environment: pip is silent while it unpacks."""
+    (tmp_path / "pip-25.0.dist-info").mkdir()
+    progress = install.Progress(tmp_path)
+    progress.hear("Obtaining file:///home/me/mhc")
+    assert progress.words() == "looking for packages"
+    for line in (
+        "Collecting flax<0.14,>=0.12.5 (from mhc-jax==0.1.0)",
+        "  Downloading flax-0.12.8-py3-none-any.whl.metadata (11 kB)",
+        "Collecting jaxlib",
+        "  Downloading jaxlib-0.10.2-cp311-cp311-manylinux_2_27_x86_64.whl.metadata (1.3 kB)",
+        "Collecting flax",  # pip looks again
+    ):
+        progress.hear(line)
+    assert progress.words() == "2 packages found"
+    progress.hear("Downloading jaxlib-0.10.2-cp311-cp311-manylinux_2_27_x86_64.whl (84.3 MB)")
+    progress.hear("Downloading flax-0.12.8-py3-none-any.whl (700 kB)")
+    assert progress.words() == "2 packages found, 85 MB downloaded"
+    progress.hear("Installing collected packages: jaxlib, flax, mhc-jax")
+    assert progress.words() == "0 of 3 packages installed"
+    (tmp_path / "jaxlib-0.10.2.dist-info").mkdir()
+    assert progress.words() == "1 of 3 packages installed"
+
+
+@pytest.mark.skipif("pip" not in importlib.metadata.packages_distributions(), reason="no pip in this environment")
+def test_an_install_that_fails_says_why(capfd: pytest.CaptureFixture[str]) -> None:
+    assert install.main("./no_such_folder") == 1
+    lines = capfd.readouterr().err.splitlines()
+    assert any(line.startswith("ERROR: ") and "no_such_folder" in line for line in lines)
+    assert lines[-1] == "error: pip could not install ./no_such_folder (exit code 1)"

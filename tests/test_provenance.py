@@ -19,6 +19,7 @@ from mhc.errors import UserError
 from mhc.files import read_json, write_json
 from mhc.run_folder import lock
 from mhc.sharding import make_mesh
+from mhc.train import opened
 from mhc.train import run as runs
 from tests.small_runs import assert_equal_runs, config, resolved, run, snapshot
 
@@ -69,9 +70,9 @@ def test_a_run_started_from_it_is_the_same_bit_for_bit(finished, tmp_path, capsy
 
 def test_prepared_data_has_the_hash_of_its_manifest(corpus, entry, tmp_path, monkeypatch):
     assert entry["data"]["manifest"] is None  # text
-    monkeypatch.setattr(runs.Run, "_loop", lambda self: None)
-    monkeypatch.setattr(runs.Run, "_finish", lambda self: 0)
-    monkeypatch.setattr(runs, "manifest_hash", lambda data, source=None: f"of {source or data.source}")
+    monkeypatch.setattr(runs.Run, "_loop", lambda self, run: None)
+    monkeypatch.setattr(runs.Run, "_finish", lambda self, run, log: 0)
+    monkeypatch.setattr(opened, "manifest_hash", lambda data, source=None: f"of {source or data.source}")
     assert run(config(corpus, "plain"), tmp_path / "run") == 0
     assert provenance.read(tmp_path / "run").starts[0]["data"]["manifest"] == f"of {corpus}"
 
@@ -83,8 +84,8 @@ def test_what_differs_is_said_in_a_line_each(finished, tmp_path, capsys):
     starts[0]["devices"]["count"] = 3
     starts[0]["environment"]["XLA_FLAGS"] = "--xla_other=1"
     with pytest.MonkeyPatch.context() as patch:  # what is said comes first
-        patch.setattr(runs.Run, "_loop", lambda self: None)
-        patch.setattr(runs.Run, "_finish", lambda self: 0)
+        patch.setattr(runs.Run, "_loop", lambda self, run: None)
+        patch.setattr(runs.Run, "_finish", lambda self, run, log: 0)
         made = runs.Run(origin.config, tmp_path / "b", devices=jax.devices()[:1], origin=origin._replace(starts=starts))
         assert made.execute() == 0
     said = capsys.readouterr().err.splitlines()
@@ -101,8 +102,8 @@ def test_each_start_is_added_and_a_change_is_said(corpus, finished, tmp_path, ca
     stored = read_json(folder / "run.json")
     stored["starts"][0]["versions"]["flax"] = "0.0.2"
     write_json(folder / "run.json", stored)
-    monkeypatch.setattr(runs.Run, "_loop", lambda self: None)
-    monkeypatch.setattr(runs.Run, "_finish", lambda self: 0)
+    monkeypatch.setattr(runs.Run, "_loop", lambda self, run: None)
+    monkeypatch.setattr(runs.Run, "_finish", lambda self, run, log: 0)
     assert run(config(corpus, "plain", train={"steps": 14}), folder) == 0
     assert "flax: 0.0.2 at the last start, " in capsys.readouterr().err
     again = provenance.read(folder)

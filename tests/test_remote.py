@@ -47,7 +47,7 @@ CONFIG = Path(__file__).parents[1] / "configs" / "demo.py"
 def _programs_are_compiled_once() -> Iterator[None]:
     """The runs of this module are of one config: they share a Trainer and its programs."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("mhc.train.run.Trainer", lambda made, mesh, faults: trainer(made))
+        patch.setattr("mhc.train.opened.Trainer", lambda made, mesh, faults: trainer(made))
         patch.setattr("mhc.monitor.probes.compile_probe", functools.cache(compile_probe))
         yield
 

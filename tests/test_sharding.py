@@ -21,7 +21,7 @@ from mhc.data import tokenizers
 from mhc.errors import UserError
 from mhc.model.decoder import DecoderDefinition
 from mhc.sharding import batch_sharding, check_batch, check_rules, logical_axes, make_mesh, partition_spec, path_of
-from mhc.train.run import dry_run
+from mhc.train.plan import dry_run
 from mhc.train.step import Trainer
 from tests import partition_specs
 from tests.small import ZOO, packed, small

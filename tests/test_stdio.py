@@ -231,7 +231,7 @@ def test_a_full_disk_is_one_line_wherever_it_shows(
 
 def test_what_a_program_was_to_write_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def main(arguments: Any) -> int:
-        with cli.own_names(["source"]):
+        with cli.naming_options(["source"]):
             cli.check_file(f"{tmp_path}/x.json", "--json")
             cli.check_writable(f"{tmp_path}/report", "--out")
             raise OSError(errno.ENOSPC, "full")
@@ -242,7 +242,7 @@ def test_what_a_program_was_to_write_is_named(tmp_path: Path, capsys: pytest.Cap
     assert said.startswith(
         f"error: {tmp_path}/x.json or {tmp_path}/report: cannot be written: No space left on device; "
     )
-    with pytest.raises(full_disk.DiskFull, match="--source: full"), cli.own_names(["source"]):
+    with pytest.raises(full_disk.DiskFull, match="--source: full"), cli.naming_options(["source"]):
         raise full_disk.DiskFull("data.source: full")
 
 

@@ -438,7 +438,13 @@ def run(
 
 def main(arguments: Sequence[str]) -> int:
     """Run the command line; returns the exit code."""
-    parser = argparse.ArgumentParser(prog="tools/against.py", description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="tools/against.py",
+        description=__doc__.partition("\n")[0],
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="config fields:\n  --config.GROUP.FIELD=VALUE changes a field, for both\n\n"
+        "example:\n  python tools/against.py --kinds plain mhc --only bits",
+    )
     parser.add_argument("commit", nargs="?", default=COMMIT, help=f"what the code at hand is compared with ({COMMIT})")
     parser.add_argument(
         "--kinds", nargs="+", default=KINDS, metavar="KIND", help=f"of the residual ({' '.join(KINDS)})"

@@ -258,7 +258,11 @@ def _split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
 
 def main(arguments: Sequence[str]) -> int:
     """Reads the command line, compiles, reports. Raises UserError for a user's mistake."""
-    parser = cli.Parser(prog="tpu.compile_ahead", description="Compile a training step for a TPU slice, without one.")
+    parser = cli.Parser(
+        description="Compile a training step for a TPU slice, without one.",
+        example="{prog} --config configs/paper_27b.py --topology v5p:4x4x8 --config.mesh.fsdp=128",
+        fields=cli.EVERY_FIELD,
+    )
     parser.add_argument("--config", required=True, metavar="FILE", help="config file, e.g. configs/paper_27b.py")
     where = parser.add_mutually_exclusive_group(required=True)
     where.add_argument("--topology", metavar="CHIP:SHAPE", help=f"slice, e.g. v5p:4x4x8; chips: {', '.join(TPUS)}")

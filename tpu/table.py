@@ -54,11 +54,14 @@ def table(reports: dict[str, dict[str, Any]]) -> str:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Prints the table of the files named. Raises UserError for one that is no report of a slice that fits."""
-    if not arguments:
-        raise UserError("python -m tpu.table takes the files that tpu.compile_ahead --json wrote")
+    """Print the table of the named files. Raises UserError for a file that is not the report of a slice that fits."""
+    parser = cli.Parser(
+        description="Print reports of tpu.compile_ahead as a Markdown table.",
+        example="{prog} paper_3b-mhc.json paper_3b-hc.json",
+    )
+    parser.add_argument("files", nargs="+", metavar="FILE", help="what tpu.compile_ahead --json wrote")
     reports = {}
-    for name in arguments:
+    for name in parser.parse_args(arguments).files:
         try:
             found = json.loads(Path(name).read_text())
         except (OSError, ValueError, RecursionError) as error:

@@ -219,7 +219,11 @@ def report(said: dict[str, Any], config: Config) -> Iterator[str]:
 
 def main(arguments: Sequence[str]) -> int:
     """The command line; returns the exit code. Raises UserError for a mistake."""
-    parser = cli.Parser(prog="python -m mhc.data.inspect", description="Packed batches and statistics of a corpus.")
+    parser = cli.Parser(
+        description="Show packed batches and statistics of a corpus.",
+        example="{prog} --config configs/demo.py --config.data.source='text:corpus/*.txt'",
+        fields=cli.EVERY_FIELD,
+    )
     parser.add_argument("--config", required=True, metavar="FILE", help="config file, e.g. configs/demo.py")
     parser.add_argument("--split", choices=("train", "validation"), default="train", help="of the corpus (train)")
     parser.add_argument("--batches", type=int, default=1, help="batches that are made (1)")

@@ -60,7 +60,10 @@ def train(data: DataConfig, vocab_size: int, out: str | os.PathLike[str], *, sho
 
 def main(arguments: Sequence[str]) -> int:
     """The program: 0 when the file is written. Raises UserError for a user's mistake."""
-    parser = cli.Parser(prog="python -m mhc.data.train_tokenizer", description="Train a byte-level BPE tokeniser.")
+    parser = cli.Parser(
+        description="Train a byte-level BPE tokeniser.",
+        example="{prog} --source 'text:corpus/*.jsonl' --vocab_size 32000 --out tokenizer.json",
+    )
     parser.add_argument("--source", required=True, help="as data.source: text:<glob>, stdlib, tfds:<name>")
     parser.add_argument("--vocab_size", required=True, type=int, metavar="N", help="ids, the special ones included")
     parser.add_argument("--out", required=True, metavar="FILE", help="the tokenizer.json to write; its folder exists")
@@ -72,7 +75,7 @@ def main(arguments: Sequence[str]) -> int:
     options = parser.parse_args(arguments)
     if cli.check_file(options.out, "--out").exists():
         raise UserError(f"--out {options.out}: there is a file already, and runs may read it; name another")
-    with cli.own_names(_OWN):
+    with cli.naming_options(_OWN):
         given = {name: getattr(options, name) for name in _OWN}
         size = train(DataConfig(**given), options.vocab_size, options.out, show_progress=sys.stderr.isatty())
     fewer = f"; the text has no more pairs, {options.vocab_size} were asked for" if size < options.vocab_size else ""

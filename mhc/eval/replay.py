@@ -151,16 +151,16 @@ def replay(
         if checkpoint is not None:
             checkpoints = Checkpoints(stored.folder, config.checkpoint, read_only=True)
             try:
-                host = checkpoints.host(checkpoint)
-                if not fresh and host.get("weights_only"):
+                stands = checkpoints.standing(checkpoint)
+                if not fresh and stands.weights_only:
                     state, start = state_of_weights(trainer, stored.folder, checkpoint), checkpoint
                 elif not fresh:
-                    state, host = checkpoints.restore(checkpoint, trainer.abstract, trainer.layout)
+                    state, _ = checkpoints.restore(checkpoint, trainer.abstract, trainer.layout)
                     start = checkpoint
             finally:
                 checkpoints.close()
-            if host["data"] is not None:  # an imported model has seen none
-                data.set_state(host["data"])
+            if stands.data is not None:  # an imported model has seen none
+                data.set_state(stands.data)
             completed = checkpoint
         if start is None:
             state = initial_state(trainer)
@@ -399,19 +399,19 @@ def _first_nan(trainer: Any, state: Any, batch: Any, completed: int) -> list[str
     """Lines about the first NaN of a step; none: there is no NaN."""
     import jax.numpy as jnp
 
+    from mhc.train.diagnose import finite_outputs, first_nan, sublayer_name
     from mhc.train.optimizer import map_paths
-    from mhc.train.step import sublayer_name
 
     weights: list[str] = []
     map_paths(lambda path, leaf: weights.append(path) if jnp.isnan(leaf).any() else None, state.params)
     if weights:
         return [f"in the weights before the step: {weights[0]} ({len(weights)} arrays with NaN)"]
-    found = trainer.first_nan(state.params, batch, completed)
+    found = first_nan(trainer, state.params, batch, completed)
     if found is None:
         return []
     name, origin = found
     head, *rest = origin.render()
-    fine = np.asarray(trainer.finite_outputs(state.params, batch, completed))
+    fine = np.asarray(finite_outputs(trainer, state.params, batch, completed))
     where = [] if fine.all() else [f"the first output that is not finite: {sublayer_name(int(np.argmin(fine)))}"]
     return [f"{name} pass: {head}", *rest, *where]
 

@@ -17,6 +17,7 @@ from mhc.grid import folder as folders
 from mhc.grid.plan import Plan
 
 LAUNCHERS = ("local", "slurm", "gke")
+PROGRAM = "python -m mhc.grid"
 USAGE = """python -m mhc.grid COMMAND ...
 
   run FILE --workdir DIR [--config.GROUP.FIELD=VALUE ...]   run what is not finished; --dry_run tells sizes and cost
@@ -25,6 +26,9 @@ USAGE = """python -m mhc.grid COMMAND ...
   collect --workdir DIR                                     write results.csv
 
 FILE is a grid such as configs/grids/topologies.py; FILE:TEXT calls its get_grid(TEXT). COMMAND --help lists options.
+
+example:
+  python -m mhc.grid run configs/grids/topologies.py --workdir runs/topologies
 """
 
 
@@ -53,9 +57,10 @@ def main(arguments: Sequence[str]) -> int:
 def run(arguments: Sequence[str]) -> int:
     """``run``: plan the grid and launch the arms that are not finished."""
     parser = cli.Parser(
-        prog="python -m mhc.grid run",
+        prog=f"{PROGRAM} run",
         description="Run the arms of a grid that are not finished; interrupted ones continue from their checkpoint.",
-        epilog="--config.GROUP.FIELD=VALUE changes a field of every arm.",
+        example="{prog} configs/grids/topologies.py --workdir runs/topologies --config.train.steps=200",
+        fields=cli.EVERY_FIELD,
     )
     parser.add_argument("file", help="grid file with get_grid(), or FILE:TEXT for get_grid(TEXT)")
     parser.add_argument("--workdir", metavar="DIR", help="folder of the grid; each arm is a folder in it")
@@ -89,8 +94,9 @@ def run(arguments: Sequence[str]) -> int:
 def retry(arguments: Sequence[str]) -> int:
     """``retry``: run failed arms, or the named ones, again."""
     parser = cli.Parser(
-        prog="python -m mhc.grid retry",
+        prog=f"{PROGRAM} retry",
         description="Run the failed arms of a grid again, or the named ones, failed or halted, from their checkpoints.",
+        example="{prog} --workdir runs/topologies",
     )
     parser.add_argument("arm", nargs="*", help="names of arms; none: all failed ones")
     parser.add_argument("--workdir", metavar="DIR", help="folder of the grid")
@@ -116,7 +122,11 @@ def retry(arguments: Sequence[str]) -> int:
 
 def status(arguments: Sequence[str]) -> int:
     """``status``: one line an arm."""
-    parser = cli.Parser(prog="python -m mhc.grid status", description="Tell where each arm of a grid stands.")
+    parser = cli.Parser(
+        prog=f"{PROGRAM} status",
+        description="Print the state of each arm of a grid.",
+        example="{prog} --workdir runs/topologies",
+    )
     parser.add_argument("--workdir", metavar="DIR", help="folder of the grid")
     workdir = _workdir(parser.parse_args(arguments))
     lines, states = tables.status(plan.read(workdir), workdir)
@@ -129,8 +139,9 @@ def status(arguments: Sequence[str]) -> int:
 def collect(arguments: Sequence[str]) -> int:
     """``collect``: write results.csv."""
     parser = cli.Parser(
-        prog="python -m mhc.grid collect",
-        description="Write a table with one row an arm: what it varies, what its summary says, and its state.",
+        prog=f"{PROGRAM} collect",
+        description="Write a table with one row for each arm: the fields it varies, its summary, and its state.",
+        example="{prog} --workdir runs/topologies",
     )
     parser.add_argument("--workdir", metavar="DIR", help="folder of the grid")
     parser.add_argument("--out", metavar="FILE", type=Path, help="the table (default: results.csv in the workdir)")

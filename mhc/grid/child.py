@@ -14,7 +14,9 @@ def main(arguments: Sequence[str]) -> int:
     """Trains the arm in its folder, from its last checkpoint if there is one. Returns the exit code."""
     # Slurm sends it to every process of a job that nears its time limit; the job answers by SIGTERM (mhc.grid.slurm).
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)
-    parser = cli.Parser(prog="mhc.grid.child", description="Run one arm of a grid, as its runner does.")
+    parser = cli.Parser(
+        description="Run one arm of a grid, as its runner does.", example="{prog} runs/topologies plain-1"
+    )
     parser.add_argument("workdir", type=Path, help="folder of the grid")
     parser.add_argument("arm", help="name of the arm")
     options = parser.parse_args(arguments)

@@ -327,8 +327,8 @@ def _measured(run: Path, rows: Sequence[Mapping[str, Any]]) -> str:
 def main(arguments: Sequence[str]) -> int:
     """The program: 0 when the folder is there. Raises UserError for a user's mistake."""
     parser = cli.Parser(
-        prog="python -m mhc.interop.export",
         description="Write a run's model as safetensors, config.json, tokenizer.json and a model card.",
+        example="{prog} runs/a --to exported/a",
     )
     parser.add_argument("run", metavar="RUN", help="folder of a run")
     parser.add_argument("--to", required=True, metavar="DIR", help="folder to make")

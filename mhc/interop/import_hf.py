@@ -145,9 +145,9 @@ def stop_tokens(source: HfFolder, generation: Mapping[str, Any], special: Mappin
 def main(arguments: Sequence[str]) -> int:
     """The program: 0 when the run folder is there. Raises UserError for a user's mistake."""
     parser = cli.Parser(
-        prog="python -m mhc.interop.import_hf",
         description="Make a run folder of a Hugging Face model: config.json and safetensors.",
-        epilog="--config.GROUP.FIELD=VALUE sets a field of the run; train.py --fields lists and explains them.",
+        example="{prog} models/llama --workdir runs/llama --config.data.source='text:corpus/*.txt'",
+        fields=cli.EVERY_FIELD,
     )
     parser.add_argument("folder", metavar="DIR", help="folder with config.json and (sharded) safetensors")
     parser.add_argument("--workdir", required=True, metavar="DIR", help="folder of the run to make")

@@ -1,4 +1,4 @@
-"""Kernels of the residual stream: one signature each, ``mhc.kernels.xla`` the implementation on every platform."""
+"""Export the kernels of the residual stream. ``mhc.kernels.xla`` implements them on every platform."""
 
 from mhc.kernels.xla import add, project, read, sinkhorn, write
 

@@ -1,12 +1,12 @@
-"""Residual-stream kernels as plain XLA programs with hand-written backward passes.
+"""Define the kernels of the residual stream as plain XLA programs with hand-written backward passes.
 
-Per-token maps are kept **tokens last** here (``pre [N, ...]``, ``res [N, N, ...]``), so that the small axes are loops
-and the long one is vectorised; streams are ``x [..., N, D]``. Sums over streams are written out stream by stream: XLA
-fuses them into one pass over x, where a batched N x N einsum would run token by token. Every function accumulates in
+Maps have their **tokens last** here (``pre [N, ...]``, ``res [N, N, ...]``), so that the small axes are loops and the
+long one is vectorised. Streams are ``x [..., N, D]``. Sums over streams are written out stream by stream: XLA fuses
+them into one pass over x, where a batched N x N einsum would run token by token. Every function accumulates in
 promote_types(input, float32) and is tested against ``mhc.residual.functional``.
 
-The backward passes are written by hand because the transpose of a slice is a padded add: N of them make N passes over a
-stream-sized array where one suffices.
+The backward passes are written by hand because the transpose of a slice is a padded add: N slices would make N passes
+over an array as large as the streams, where one pass suffices.
 """
 
 from __future__ import annotations
@@ -27,11 +27,12 @@ LINEAR_SPREAD = 30.0
 
 
 def _wide(*arrays: jax.Array) -> Any:
-    """The dtype to accumulate in."""
+    """Return the dtype to accumulate in."""
     return jnp.promote_types(jnp.result_type(*arrays), jnp.float32)
 
 
 def _total(terms: Iterable[jax.Array]) -> jax.Array:
+    """Return the sum of terms, in their order."""
     return functools.reduce(operator.add, terms)
 
 
@@ -39,11 +40,11 @@ def _total(terms: Iterable[jax.Array]) -> jax.Array:
 
 
 class _Domain(NamedTuple):
-    """How a matrix is held while it is normalised: as itself, or as its logarithm."""
+    """Describes how a matrix is held while it is normalised: as itself, or as its logarithm."""
 
     enter: Callable[[jax.Array], jax.Array]  # log M -> held
     value: Callable[[jax.Array], jax.Array]  # held -> M
-    divide: Callable[[jax.Array, int, float], tuple[jax.Array, jax.Array]]  # M / (sum + eps), and what it divided by
+    divide: Callable[[jax.Array, int, float], tuple[jax.Array, jax.Array]]  # (M / (sum + eps), the divisor)
     undo: Callable[[jax.Array, jax.Array], jax.Array]
 
 
@@ -63,7 +64,7 @@ _LOG = _Domain(lambda m: m, jnp.exp, _divide_log, lambda m, s: m + s)
 
 
 class _Plan(NamedTuple):
-    """The divisions of a preset: one over each axis of ``prelude``, then ``rounds`` times one over each of ``axes``."""
+    """Lists a preset's divisions: one over each axis of ``prelude``, then in each round one over each of ``axes``."""
 
     prelude: tuple[int, ...]
     axes: tuple[int, int]
@@ -88,16 +89,16 @@ def _log_start(logits: jax.Array, preset: str, eps: float) -> jax.Array:
 
 
 def _in_domain(wide: jax.Array | None, run: Callable[[_Domain], Any]) -> Any:
-    """``run`` in the domain that the data allow; ``wide`` None: linear, known beforehand."""
+    """Call ``run`` with the logarithmic domain where ``wide``, else with the linear one (None: always linear)."""
     return run(_LINEAR) if wide is None else jax.lax.cond(wide, lambda: run(_LOG), lambda: run(_LINEAR))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
 def sinkhorn(logits: jax.Array, iters: int, preset: str, eps: float) -> jax.Array:
-    """Sinkhorn over the two leading axes: logits [N, N, ...] -> H_res [N, N, ...]; see ``functional.sinkhorn``.
+    """Project logits [N, N, ...] to H_res [N, N, ...] by Sinkhorn over the first two axes; see ``functional.sinkhorn``.
 
-    Iterates on the matrices themselves while the largest spread of the logits allows it, on their logarithms
-    otherwise. The backward pass keeps only the result and the sums divided by, and walks the iterates back from them.
+    It iterates on the matrices themselves if the largest spread of the logits allows it, else on their logarithms. The
+    backward pass keeps only the result and the divisors, and walks the iterates back from them.
 
     Raises:
       ValueError: ``iters`` < 1, a negative ``eps`` or an unknown preset.
@@ -138,8 +139,8 @@ def _sinkhorn_backward(iters: int, preset: str, eps: float, residuals: Any, g: j
     g = jnp.swapaxes(g, 0, 1) if preset == "deepseek" else g
 
     def run(domain: _Domain) -> jax.Array:
-        # With G the gradient of log M, the transpose of M' = M / (sum M + eps) is G - M' sum(G): nothing is divided
-        # by, so nothing overflows.
+        # With G the gradient of log M, the transpose of M' = M / (sum M + eps) is G - M' sum(G). It has no division,
+        # so nothing overflows.
         def back(carry: tuple[jax.Array, jax.Array], s: jax.Array, axis: int) -> tuple[jax.Array, jax.Array]:
             grad, m = carry
             return grad - domain.value(m) * jnp.sum(grad, axis=axis, keepdims=True), domain.undo(m, s)
@@ -168,9 +169,13 @@ sinkhorn.defvjp(_sinkhorn_forward, _sinkhorn_backward)
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def project(x: jax.Array, phi: jax.Array, eps: float) -> jax.Array:
-    """(m phi) tokens last, m = vec(x) rsqrt(mean(vec(x)^2) + eps): x [..., N, D], phi [N, D, R] -> [R, ...].
+    """Return m phi with the tokens last, where m = vec(x) rsqrt(mean(vec(x)^2) + eps).
 
-    The norm is one scalar a token and is applied after the matmul. (N, D) is contracted without flattening x.
+    The norm is one scalar a token and is applied after the product. (N, D) is contracted without flattening x.
+
+    Args:
+      x: streams [..., N, D].
+      phi: [N, D, R]; the result is [R, ...].
     """
     return _project_forward(x, phi, eps)[0]
 
@@ -189,7 +194,7 @@ def _project_backward(eps: float, residuals: Any, g: jax.Array) -> tuple[jax.Arr
     n, d = x.shape[-2:]
     tokens_last = g * scale[None]  # [R, ...]
     tokens = tuple(range(x.ndim - 2))
-    # [R, tokens] x [tokens, N, D]: both as they lie in memory.
+    # [R, tokens] x [tokens, N, D]: neither has to be transposed.
     d_phi = jnp.moveaxis(jnp.tensordot(tokens_last, xw, axes=(tuple(t + 1 for t in tokens), tokens)), 0, -1)
     gs = jnp.moveaxis(tokens_last, 0, -1)
     # d scale / d x = -scale^3 x / (N D), and raw already carries one scale.
@@ -206,7 +211,7 @@ project.defvjp(_project_forward, _project_backward)
 
 @jax.custom_vjp
 def read(x: jax.Array, pre: jax.Array) -> jax.Array:
-    """u = sum_j pre[j] x_j: x [..., N, D], pre [N, ...] -> u [..., D] in the dtype of x."""
+    """Return u = sum_j pre[j] x_j: x [..., N, D], pre [N, ...] -> u [..., D] in the dtype of x."""
     dtype = _wide(x, pre)
     weights, wide = pre.astype(dtype), x.astype(dtype)
     u = _total(weights[j, ..., None] * wide[..., j, :] for j in range(x.shape[-2]))
@@ -231,7 +236,7 @@ read.defvjp(_read_forward, _read_backward)
 
 @jax.custom_vjp
 def write(x: jax.Array, y: jax.Array, post: jax.Array, res: jax.Array) -> jax.Array:
-    """x'_i = sum_j res[i, j] x_j + post[i] y, in the dtype of x.
+    """Return x'_i = sum_j res[i, j] x_j + post[i] y, in the dtype of x.
 
     x [..., N, D], y [..., D], post [N, ...], res [N, N, ...] -> x' [..., N, D].
     """
@@ -242,7 +247,7 @@ def write(x: jax.Array, y: jax.Array, post: jax.Array, res: jax.Array) -> jax.Ar
 
 
 def _mix(x: jax.Array, res: jax.Array, transpose: bool) -> jax.Array:
-    """sum_j res[i, j] x_j (or res[j, i]): one fused pass over x, an output element reading N inputs."""
+    """Return sum_j res[i, j] x_j (with ``transpose`` res[j, i]) in one fused pass: an output element reads N inputs."""
     columns = res if transpose else jnp.swapaxes(res, 0, 1)  # [j, i, ...]
     weights = jnp.moveaxis(columns, 1, -1)  # [j, ..., i]
     return _total(weights[j, ..., :, None] * x[..., j : j + 1, :] for j in range(x.shape[-2]))
@@ -267,7 +272,7 @@ write.defvjp(_write_forward, _write_backward)
 
 
 def add(x: jax.Array, y: jax.Array, post: jax.Array) -> jax.Array:
-    """x'_i = x_i + post[i] y, ``write`` under the identity map: x [..., N, D], y [..., D], post [N, ...]."""
+    """Return x'_i = x_i + post[i] y, which is ``write`` with res = I: x [..., N, D], y [..., D], post [N, ...]."""
     dtype = _wide(x, y, post)
     spread = jnp.moveaxis(post.astype(dtype), 0, -1)[..., None] * y.astype(dtype)[..., None, :]
     return (x.astype(dtype) + spread).astype(x.dtype)

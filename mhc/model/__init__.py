@@ -1,4 +1,4 @@
-"""The decoder around the residual stream."""
+"""Hold the decoder around the residual stream."""
 
 from mhc.model.decoder import Decoder
 

@@ -1,4 +1,4 @@
-"""One block: attention, then feed-forward, each between the read and the write of its own residual connection."""
+"""Run one block: attention, then feed-forward, each between the read and the write of its own residual connection."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from mhc.rng import PathKey
 
 
 class Carry(NamedTuple):
-    """What one block hands to the next."""
+    """Holds what one block hands to the next."""
 
-    state: State  # the residual topology's
-    memory: Memory  # attention's
+    state: State  # of the residual topology
+    memory: Memory  # of attention
 
 
 class SublayerView(NamedTuple):
-    """What an observer sees of one sublayer."""
+    """Holds what an observer sees of one sublayer."""
 
     topology: ResidualTopology
     connection: Connection
-    context: Context  # of its maps
+    context: Context  # what the connection's read handed to its write
     sublayer: Sublayer
-    args: tuple[Any, ...]  # that F takes beside u
+    args: tuple[Any, ...]  # what F takes beside u
     u: jax.Array  # F's input [B, T, D]
     y: jax.Array  # F's output [B, T, D]
     state: State  # after the write, settled
@@ -44,19 +44,20 @@ class SublayerView(NamedTuple):
 SCOPES = ("attention", "feed_forward")
 """The names of a block's two sublayers in the metadata of compiled programs, beside ``read`` and ``write``."""
 
-# What it returns is stacked over depth. Its keys may differ between attention and feed-forward, not between blocks.
 Observer = Callable[[SublayerView], dict[str, jax.Array]]
+"""A function that looks at a sublayer. Its results are stacked over depth, so its keys may differ between attention and
+feed-forward, but not between blocks."""
 
 
 class Seen(NamedTuple):
-    """What a block leaves beside its carry."""
+    """Holds what a block leaves beside its carry."""
 
-    observed: tuple[dict[str, jax.Array], ...]  # by sublayer
-    router: dict[str, jax.Array]  # statistics of its experts; empty without
+    observed: tuple[dict[str, jax.Array], ...]  # what the observer returned, by sublayer
+    router: dict[str, jax.Array]  # statistics of the experts; empty without experts
 
 
 def build_topology(config: Config, key: PathKey) -> ResidualTopology:
-    """Build the configured topology: the builder of its kind is given those fields of ``residual.*`` that it names."""
+    """Build the configured topology from those fields of ``residual.*`` that the builder of its kind names."""
     fields = config.residual.flat()
     kind = fields["kind"]
     options = {name: fields[name] for name in residual.protocol.options(kind) if name in fields}
@@ -64,13 +65,13 @@ def build_topology(config: Config, key: PathKey) -> ResidualTopology:
 
 
 def laid_out(topology: ResidualTopology, state: State, shape: tuple[int, ...]) -> State:
-    """Return the state laid out over the mesh: a leaf that ends in D as the streams are, any other by its rows.
+    """Return the state laid out over the mesh: a leaf whose last axis is D as the streams are, any other by its rows.
 
     Args:
-      shape: [B, T, D] of the tokens.
+      shape: (B, T, D) of the tokens.
 
     Raises:
-      ValueError: a leaf breaks the state rule.
+      ValueError: a leaf breaks the state rule of ``mhc.residual.protocol``.
     """
 
     def place(leaf: jax.Array) -> jax.Array:
@@ -86,7 +87,7 @@ def laid_out(topology: ResidualTopology, state: State, shape: tuple[int, ...]) -
 
 
 class Block(nnx.Module):
-    """Attention, then feed-forward (dense, or ``experts``), each an F with its own residual connection."""
+    """Runs attention, then feed-forward (dense, or of experts), each an F with its own residual connection."""
 
     def __init__(
         self, config: Config, topology: ResidualTopology, layer: int | jax.Array, *, key: PathKey, experts: bool = False
@@ -100,13 +101,13 @@ class Block(nnx.Module):
 
     @property
     def heads(self) -> Attention:
-        """The attention itself, without its norms."""
+        """Return the attention itself, without its norms."""
         core = self.attention.core
         assert isinstance(core, Attention)
         return core
 
     def feed_forward(self, u: jax.Array, valid: jax.Array | None) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """Return (F(u), its experts' statistics over the ``valid`` tokens)."""
+        """Return (F(u), statistics of its experts over the ``valid`` tokens; empty without experts)."""
         if isinstance(self.mlp.core, Moe):
             y, router = self.mlp.core.with_statistics(self.mlp.before(u), valid)
             return self.mlp.after(y), router
@@ -120,7 +121,7 @@ class Block(nnx.Module):
         observe: Observer | None = None,
         edits: Edits | None = None,
     ) -> tuple[Carry, Seen]:
-        """Return (what the next block gets, what was seen of this one) of whole rows."""
+        """Run whole rows through the block; return (what the next block gets, what this one leaves beside it)."""
         router: dict[str, jax.Array] = {}
         heads: list[jax.Array] = []
 
@@ -152,8 +153,8 @@ class Block(nnx.Module):
     def extend(
         self, carry: Carry, context: CacheContext, cache: Cache, topology: ResidualTopology
     ) -> tuple[Carry, Cache]:
-        """Return (what the next block gets, the cache with the new tokens): as a call, with the past in the cache."""
-        kept = [cache]  # a cell: the sublayer puts its new cache here, since what is handed on is the carry alone
+        """Run new tokens whose past is in the cache; return (what the next block gets, the cache with them)."""
+        kept = [cache]  # the sublayer puts its new cache here, since the carry alone is handed on
 
         def attention(u: jax.Array, memory: Memory) -> tuple[jax.Array, Memory]:
             y, kept[0], memory = self.heads.extend(self.attention.before(u), context, cache, memory)
@@ -170,7 +171,7 @@ class Block(nnx.Module):
         look: Callable[[int, SublayerView], None] | None = None,
         edits: Edits | None = None,
     ) -> Carry:
-        """Run the two sublayers, however they are computed: the one loop of training, observing and decoding."""
+        """Run the two given sublayers: the one loop of training, observing and decoding."""
         if edits is not None:
             carry = edits.begin(carry, topology)
         state, memory = carry

@@ -1,4 +1,4 @@
-"""The decoder: embedding, a scan over blocks, final norm, head. It never asks which residual kind it carries."""
+"""Run the decoder: embedding, a scan over blocks, final norm, head. It never asks which residual kind it carries."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from mhc.model.cache import (
     NewTokens,
     cache_context,
     check_length,
-    computes_again,
+    computes_anew,
     layer_runs,
     place,
     slots_of,
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 
 class PositionTable(nnx.Module):
-    """Learned position vectors [positions, D], or learned biases of attention's logits [buckets, H]."""
+    """Holds learned position vectors [positions, D], or learned biases of attention's logits [buckets, H]."""
 
     def __init__(self, config: Config, *, key: PathKey):
         if config.positions.kind == "learned":
@@ -57,27 +57,27 @@ class PositionTable(nnx.Module):
 
 
 class _CachedCarry(NamedTuple):
-    """What one block hands to the next while a cache is extended."""
+    """Holds what one block hands to the next while a cache is extended."""
 
     state: State
     memory: Memory
-    kept: Cache  # of all layers of a run
+    kept: Cache  # caches of all layers of a run
 
 
 class Hidden(NamedTuple):
-    """What a pass over whole rows gives."""
+    """Holds the results of a pass over whole rows."""
 
     h: jax.Array  # hidden states before the head [B, T, D]
     observed: dict[str, jax.Array]  # what the observer returned, stacked over depth
-    router: dict[str, jax.Array]  # load [L', E], balance [L'], z [L'] of the L' layers with experts; empty without
+    router: dict[str, jax.Array]  # load [L', E], balance [L'] and z [L'] of the L' layers with experts, or empty
 
 
 class Decoder(nnx.Module):
-    """Decoder-only transformer over a residual topology.
+    """Runs a decoder-only transformer over a residual topology.
 
-    Parameters are float32 whatever the compute dtype; those of the blocks are stacked on a leading axis of length L,
-    under ``blocks``; leading dense blocks before blocks with experts are a stack of their own, ``leading_blocks``. The
-    initial value of each depends only on its path, its layer and the key.
+    Parameters are float32 whatever the compute dtype. Those of the blocks are stacked on a leading axis of length L,
+    under ``blocks``; leading dense blocks before blocks with experts are a stack of their own, ``leading_blocks``. A
+    parameter's initial value depends only on its path, its layer and the key.
     """
 
     def __init__(self, config: Config, *, rngs: nnx.Rngs | PathKey | jax.Array):
@@ -108,19 +108,19 @@ class Decoder(nnx.Module):
 
     @property
     def stacks(self) -> list[tuple[Block, int, int]]:
-        """(blocks with stacked parameters, number of the first, how many), in depth order."""
+        """Return (blocks with stacked parameters, number of the first, how many) of each stack, in depth order."""
         leading, layers = self.config.leading_layers, self.config.model.layers
         first = [(self.leading_blocks, 0, leading)] if leading else []
         return [*first, (self.blocks, leading, layers - leading)]
 
     @property
     def bias_table(self) -> jax.Array | None:
-        """The learned biases of attention's logits [buckets, H], if any."""
+        """Return the learned biases of attention's logits [buckets, H], or None."""
         return self.positions.bias[...] if self.config.positions.kind == "relative_bias" else None
 
     @property
     def head_weight(self) -> jax.Array:
-        """The weight of the output logits: the head's [D, V], or the embedding's [V, D] where head.tied."""
+        """Return the weight of the output logits: the head's [D, V], or the embedding's [V, D] under ``head.tied``."""
         return self.embed.table[...] if self.config.head.tied else self.head.kernel[...]
 
     def embed_tokens(self, tokens: Int[Array, "B T"], positions: Int[Array, "B T"]) -> Float[Array, "B T D"]:
@@ -144,29 +144,31 @@ class Decoder(nnx.Module):
         prefix: Int[Array, " B"] | int | None = None,
         edits: Edits | None = None,
     ) -> Hidden:
-        """Hidden states of whole rows; ``edits``: interventions in the blocks.
+        """Return the hidden states of whole rows, and what was observed on the way.
 
-        A key that ``observe`` gives for every sublayer is stacked to [S, ...] in depth order, one that it gives only
-        for attention or only for feed-forward to [L, ...].
-
-        ``segment_ids`` keeps packed documents apart and tokens from padding, which has id 0 (None: one document a row);
-        ``positions`` default to those within each document. ``prefix``: first positions of a document that see one
-        another both ways, by row; None: attention.prefix.
+        Args:
+          segment_ids: numbers that keep packed documents apart; padding has id 0. None: one document a row.
+          positions: by default those within each document.
+          observe: looks at each sublayer. A key that it returns for every sublayer is stacked to [S, ...] in depth
+            order; a key that it returns for attention alone, or for feed-forward alone, to [L, ...].
+          prefix: how many first positions of a document see one another both ways, by row; ``attention.prefix`` by
+            default.
+          edits: interventions in the blocks.
         """
         config = self.config
         context = attention_context(config, tokens.shape, segment_ids, positions, prefix, self.bias_table)
         carry = self._begin(tokens, context.positions)
         seen: list[Seen] = []
         for blocks, first, count in self.stacks:
-            changes = None if edits is None else edits.of(first, count)
-            carry, of_stack = self._run_stack(blocks, first, carry, context, observe, changes)
-            seen.append(of_stack)
-        observed = jax.tree.map(lambda *parts: jnp.concatenate(parts), *[of_stack.observed for of_stack in seen])
+            changes = None if edits is None else edits.blocks(first, count)
+            carry, seen_in_stack = self._run_stack(blocks, first, carry, context, observe, changes)
+            seen.append(seen_in_stack)
+        observed = jax.tree.map(lambda *parts: jnp.concatenate(parts), *[stack.observed for stack in seen])
         h = self._collapse(carry.state)
         return Hidden(h, _by_depth(observed), seen[-1].router)
 
     def _begin(self, tokens: jax.Array, positions: jax.Array) -> Carry:
-        """Return what block 0 gets."""
+        """Return what block 0 starts from."""
         x = self.embed_tokens(tokens, positions)
         state = laid_out(self.residual, self.residual.expand(sharding.split_width(x)), x.shape)
         return Carry(state, memory.empty(self.config, *tokens.shape))
@@ -187,7 +189,7 @@ class Decoder(nnx.Module):
     ) -> tuple[Carry, Seen]:
         graph, stacked = nnx.split(blocks)
         local = self.config.local_layers[first : first + jax.tree.leaves(stacked)[0].shape[0]]
-        # Only where layers differ is the kind of their mask data: a constant spares the choice in every layer.
+        # The choice of a mask is data only where layers differ; where they agree, a constant spares it in every layer.
         mixed = len(set(local)) > 1
 
         def block(carry: Carry, layer: Any) -> tuple[Carry, Seen]:
@@ -213,27 +215,28 @@ class Decoder(nnx.Module):
         positions: Int[Array, "B T"] | None = None,
         observe: Observer | None = None,
     ) -> tuple[Float[Array, "B T D"], dict[str, jax.Array]]:
-        """(hidden states before the head, what ``observe`` returned), as ``forward``."""
+        """Return (hidden states before the head, what ``observe`` returned), as ``forward`` does."""
         out = self.forward(tokens, segment_ids, positions, observe)
         return out.h, out.observed
 
     # Decoding with a cache -----------------------------------------------------------------------------------------
 
     def empty_cache(self, batch: int, max_length: int) -> DecoderCache:
-        """A cache of ``batch`` rows of up to ``max_length`` tokens, in the compute dtype.
+        """Return a cache for ``batch`` rows of up to ``max_length`` tokens, in the compute dtype.
 
-        Raises ValueError where the model has no positions for so many.
+        Raises:
+          ValueError: the model has no positions for so many tokens.
         """
         config = self.config
         check_length(config, max_length)
         lengths, prefix = (jnp.zeros(batch, jnp.int32) for _ in range(2))  # two buffers, so that both can be donated
-        if computes_again(config, max_length):
+        if computes_anew(config, max_length):
             return DecoderCache(lengths, prefix, (), jnp.zeros((batch, max_length), jnp.int32), max_length)
         layers = []
         for blocks, _, run in self._cached_runs():
             slots = slots_of(config, max_length, run.local)
-            one = blocks.heads.empty_cache(batch, slots, jnp.dtype(config.model.dtype))
-            layers.append(jax.tree.map(lambda leaf, n=run.layers: jnp.zeros((n, *leaf.shape), leaf.dtype), one))
+            of_layer = blocks.heads.empty_cache(batch, slots, jnp.dtype(config.model.dtype))
+            layers.append(jax.tree.map(lambda leaf, n=run.layers: jnp.zeros((n, *leaf.shape), leaf.dtype), of_layer))
         return DecoderCache(lengths, prefix, tuple(layers), None, max_length)
 
     def extend(
@@ -244,14 +247,19 @@ class Decoder(nnx.Module):
         *,
         prefix: Int[Array, " B"] | int | None = None,
     ) -> tuple[Float[Array, "B T V"], DecoderCache]:
-        """(logits of T more tokens a row, cache with them): prefill, decoding, and going on from a cached prefix.
+        """Return (logits of T more tokens a row, cache with them), to prefill, to decode or to go on from a prefix.
 
-        Tokens that are not ``valid`` (None: all are) take no position and no slot; their logits are finite and mean
-        nothing. ``prefix``: as in ``forward``, over tokens of a row's first call only. Under positions.scaling=dynamic,
-        once rows may be longer than the original length, all tokens so far are computed again at every call.
+        Do not give a row more tokens in all than the cache's ``max_length``: the results would be wrong. Under
+        ``positions.scaling=dynamic``, once rows may be longer than the original length, every call computes all tokens
+        so far anew.
 
-        More tokens than the cache's max_length must not be given: the results would be wrong. Raises ValueError where T
-        alone exceeds it.
+        Args:
+          valid: tokens that count (None: all). Others take no position and no slot; their logits are finite and mean
+            nothing.
+          prefix: as in ``forward``, over the tokens of a row's first call only.
+
+        Raises:
+          ValueError: T alone exceeds the cache's ``max_length``.
         """
         h, cache = self.extend_hidden(tokens, cache, valid, prefix=prefix)
         return self.logits(h), cache
@@ -264,14 +272,14 @@ class Decoder(nnx.Module):
         *,
         prefix: Int[Array, " B"] | int | None = None,
     ) -> tuple[Float[Array, "B T D"], DecoderCache]:
-        """As ``extend``, with the hidden states before the head."""
+        """Return what ``extend`` does, with the hidden states before the head in place of the logits."""
         if valid is None:
             if tokens.shape[1] > cache.max_length:
                 raise ValueError(f"tokens: given {tokens.shape[1]} a row, allowed: the cache's {cache.max_length}")
             valid = jnp.ones(tokens.shape, bool)
         new = place(cache, valid, self.config.attention.prefix if prefix is None else prefix)
         if cache.tokens is not None:
-            return self._computed_again(tokens, cache, new)
+            return self._computed_anew(tokens, cache, new)
         contexts = {
             local: cache_context(self.config, cache, new, local, self.bias_table)
             for local in set(self.config.local_layers)
@@ -285,7 +293,7 @@ class Decoder(nnx.Module):
         return h, dataclasses.replace(cache, lengths=new.lengths, prefix=new.prefix, layers=tuple(layers))
 
     def _cached_runs(self) -> list[tuple[Block, int, LayerRun]]:
-        """Return (blocks of a stack, number of their first, layers of it in a row whose caches are alike)."""
+        """Return (blocks of a stack, number of its first block, a run of its layers) of every run, in depth order."""
         local = self.config.local_layers
         return [
             (blocks, first, run)
@@ -315,7 +323,7 @@ class Decoder(nnx.Module):
         end, _ = depth.through(self.residual, depth.scanned, layer, begin, layers, first=first + run.first, scan=True)
         return Carry(end.state, end.memory), end.kept
 
-    def _computed_again(self, tokens: jax.Array, cache: DecoderCache, new: NewTokens) -> tuple[jax.Array, DecoderCache]:
+    def _computed_anew(self, tokens: jax.Array, cache: DecoderCache, new: NewTokens) -> tuple[jax.Array, DecoderCache]:
         assert cache.tokens is not None
         rows = jnp.arange(tokens.shape[0])[:, None]
         slots = jnp.where(new.valid, new.positions, cache.max_length)
@@ -326,7 +334,7 @@ class Decoder(nnx.Module):
         return h, dataclasses.replace(cache, lengths=new.lengths, prefix=new.prefix, tokens=every)
 
     def logits(self, h: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
-        """Float32 logits of final hidden states, capped by head.softcap."""
+        """Return float32 logits of the hidden states before the head, capped by ``head.softcap``."""
         head = self.config.head
         return output_logits(h, self.head_weight, tied=head.tied, softcap=head.softcap)
 
@@ -342,17 +350,20 @@ class Decoder(nnx.Module):
 
 
 def _by_depth(seen: tuple[dict[str, jax.Array], ...]) -> dict[str, jax.Array]:
-    """What the sublayers of a block gave, each stacked over blocks, as one mapping in depth order."""
-    out: dict[str, jax.Array] = {}
-    for name in dict.fromkeys(name for one in seen for name in one):
-        have = [one[name] for one in seen if name in one]
-        out[name] = jnp.stack(have, axis=1).reshape(-1, *have[0].shape[1:])
-    return out
+    """Join what was observed of attention and of feed-forward, each stacked over blocks, in depth order."""
+    joined: dict[str, jax.Array] = {}
+    for name in dict.fromkeys(name for sublayer in seen for name in sublayer):
+        values = [sublayer[name] for sublayer in seen if name in sublayer]
+        joined[name] = jnp.stack(values, axis=1).reshape(-1, *values[0].shape[1:])
+    return joined
 
 
 def stack_blocks(make: Callable[[int | jax.Array], Block], first: int, count: int) -> Block:
-    """``count`` blocks from number ``first`` as one whose parameters carry a leading axis; ``make`` is called with a
-    traced layer index."""
+    """Return ``count`` blocks from number ``first`` as one whose parameters have a leading axis.
+
+    Args:
+      make: makes one block; it is called with a traced layer number.
+    """
     graph, state = nnx.split(nnx.eval_shape(lambda: make(0)))
     leaves = jax.vmap(lambda layer: nnx.to_pure_dict(nnx.state(make(layer))))(first + jnp.arange(count))
     nnx.replace_by_pure_dict(state, leaves)
@@ -366,22 +377,22 @@ STACKS = ("leading_blocks", "blocks")  # of the parameters, in depth order
 
 
 class DecoderDefinition:
-    """A decoder without its parameters, which live outside as a nested dict of arrays: what a pure train step wants."""
+    """Describes a decoder without its parameters, which a pure train step keeps outside as a nested dict of arrays."""
 
     def __init__(self, config: Config):
         self.config = config
         self._graph, self._state = nnx.split(nnx.eval_shape(lambda: Decoder(config, rngs=jax.random.key(0))))
 
     def init(self, key: jax.Array) -> Params:
-        """Fresh parameters, float32. Traceable: jit it with output shardings and no device holds the whole model."""
+        """Return initial parameters, float32. Under jit with output shardings no device holds the whole model."""
         return nnx.to_pure_dict(nnx.state(Decoder(self.config, rngs=key)))
 
     def abstract(self) -> Params:
-        """The parameters' shapes and dtypes, with nothing allocated."""
+        """Return the parameters' shapes and dtypes; nothing is allocated."""
         return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), nnx.to_pure_dict(self._state))
 
     def bind(self, params: Params) -> Decoder:
-        """The decoder with these parameters."""
+        """Return the decoder with these parameters."""
         state = jax.tree.map(lambda leaf: leaf, self._state)
         nnx.replace_by_pure_dict(state, params)
         return nnx.merge(self._graph, state)

@@ -1,5 +1,4 @@
-"""How blocks run one after another: scanned or unrolled, recomputed in groups, and in periods where a topology has
-them."""
+"""Run blocks one after another: scanned or unrolled, recomputed in groups, in a topology's periods if it has any."""
 
 from __future__ import annotations
 
@@ -14,10 +13,10 @@ from mhc.model.block import Carry
 from mhc.model.layers import KEPT
 from mhc.residual.protocol import ResidualTopology
 
-# (carry, one layer's inputs) -> (carry, what is stacked over depth).
 Step = Callable[[Any, Any], tuple[Any, Any]]
-# The same over the leading axis of all layers' inputs.
+"""(carry, one layer's inputs) -> (carry, outputs to be stacked over depth)."""
 Run = Callable[[Step, Any, Any], tuple[Any, Any]]
+"""(step, carry, all layers' inputs with the layers first) -> (carry, outputs stacked over depth)."""
 
 REMAT_POLICIES: dict[str, Any] = {
     "full": None,
@@ -32,26 +31,26 @@ def scanned(step: Step, carry: Any, layers: Any) -> tuple[Any, Any]:
 
 
 def unrolled(step: Step, carry: Any, layers: Any) -> tuple[Any, Any]:
-    """Run a step over all layers, each compiled by itself: the same numbers."""
-    each = []
+    """Run a step over all layers, each compiled by itself; the numbers are those of ``scanned``."""
+    outputs = []
     for number in range(_length(layers)):
         carry, out = step(carry, jax.tree.map(lambda leaf, i=number: leaf[i], layers))
-        each.append(out)
-    return carry, jax.tree.map(lambda *leaves: jnp.stack(leaves), *each)
+        outputs.append(out)
+    return carry, jax.tree.map(lambda *leaves: jnp.stack(leaves), *outputs)
 
 
 def _length(layers: Any) -> int:
-    """Return the number of layers, the leading axis of each of their inputs."""
+    """Return the number of layers, which is the length of the inputs' first axis."""
     return int(jax.tree.leaves(layers)[0].shape[0])
 
 
 def training_run(config: Config, topology: ResidualTopology) -> Run:
-    """Return how blocks run in a pass over whole rows: by ``model.scan`` and ``model.remat``."""
+    """Return how blocks run in a pass over whole rows, by ``model.scan`` and ``model.remat``."""
     model = config.model
     plainly = scanned if model.scan else unrolled
     if model.remat == "none":
         return plainly
-    # The backward pass starts again from the state before each group, and keeps of it what the policy says.
+    # The backward pass starts again from the state before each group, and has what the policy keeps of the group.
     policy, size = REMAT_POLICIES[model.remat], config.remat_blocks if model.remat == "streams" else 1
 
     def run(step: Step, carry: Any, layers: Any) -> tuple[Any, Any]:
@@ -60,7 +59,7 @@ def training_run(config: Config, topology: ResidualTopology) -> Run:
         def settled_group(carry: Carry, layers: Any) -> tuple[Carry, Any]:
             carry, out = inside(step, carry, layers)
             if topology.period is not None:
-                return carry, out  # what moves alone is here: `through` settles the whole state at the period's end
+                return carry, out  # only what moves is here: `through` settles the whole state at the period's end
             return carry._replace(state=topology.settle(carry.state)), out
 
         group = jax.checkpoint(settled_group, policy=policy, prevent_cse=not model.scan)
@@ -95,15 +94,21 @@ def through(
     scan: bool,
     whole_state: bool = False,
 ) -> tuple[Any, Any]:
-    """Run a step over layers from block number ``first`` of the network, in the topology's periods if it has any.
+    """Run a step over layers, in the topology's periods if it has any.
 
-    A period ends after every ``topology.period`` blocks of the network. Within one, only what moves of the state is
-    carried; at its end ``hand_on`` gives the state that the next one starts from.
+    A period ends after every ``topology.period`` blocks of the network. Within a period the carry has only the part of
+    the state that moves. At its end ``topology.hand_on`` gives the state that the next period starts from.
 
     Args:
-      run: how the layers of one period run. step: takes a carry with the attribute ``state``, a NamedTuple.
-      scan: whether whole periods are scanned too, else they are unrolled.
-      whole_state: whether a block may change what the topology holds (interventions do): then all of it is carried.
+      run: how the layers of one period run.
+      step: takes a carry that is a NamedTuple with a field ``state``.
+      first: number of the first of these blocks in the network.
+      scan: whether whole periods are scanned too; else they are unrolled.
+      whole_state: whether a block may change the part that the topology holds, as interventions do. Then all of the
+        state is carried.
+
+    Raises:
+      ValueError: the period is less than one block.
     """
     period, count = topology.period, _length(layers)
     if period is None:

@@ -1,7 +1,7 @@
-"""Interventions in a forward pass: what heads, sublayers and the residual state give is scaled, shifted or patched.
+"""Intervene in a forward pass: scale, shift or patch what heads, sublayers and the residual state give.
 
-They are data: arrays over blocks that are scanned with the parameters, so that one compiled program serves every
-ablation and every patch of a model. A pass without them has no trace of them.
+Interventions are data: arrays over blocks that are scanned with the parameters. One compiled program therefore serves
+every ablation and every patch of a model. A pass without interventions has no trace of them.
 """
 
 from __future__ import annotations
@@ -18,16 +18,17 @@ if TYPE_CHECKING:
 
     from mhc.model.block import Carry
 
-# What the sublayers of a block are to the axis of 2 below.
 SUBLAYERS = ("attention", "feed-forward")
+"""The sublayers of a block, in the order of the axes of length 2 below."""
 
 
 class Edits(NamedTuple):
-    """Interventions by block; within a block the leading L is gone. None: no intervention of that sort.
+    """Holds interventions by block; None stands for no intervention of that sort.
 
-    A scale multiplies, a shift is added after it. A patch is True where a token takes what row 0 of the batch has at
-    the same place: row 0 is the donor. Heads are edited after attention and before their output projection, sublayers
-    at F's output, the residual state (all streams) where the block begins.
+    A scale multiplies, and a shift is added after it. Row 0 of the batch is the donor: a patch is True where a token
+    takes what row 0 has at the same place. Heads are edited after attention and before their output projection,
+    sublayers at F's output, the residual state (all streams) where the block begins. Inside a block the arrays lack
+    their first axis L.
     """
 
     head_scale: Float[Array, "L H"] | None = None
@@ -38,12 +39,12 @@ class Edits(NamedTuple):
     output_patch: Bool[Array, "L 2 B T"] | None = None
     state_patch: Bool[Array, "L B T"] | None = None
 
-    def of(self, first: int, count: int) -> Edits:
-        """Those of ``count`` blocks from number ``first``."""
+    def blocks(self, first: int, count: int) -> Edits:
+        """Return the interventions of ``count`` blocks from number ``first``."""
         return jax.tree.map(lambda leaf: leaf[first : first + count], self)
 
     def begin(self, carry: Carry, topology: ResidualTopology) -> Carry:
-        """Return what a block begins with, patched: the residual's state, and the memory of attention."""
+        """Return what a block begins with, the residual's state and attention's memory, after the patch."""
         where = self.state_patch
         if where is None:
             return carry
@@ -52,12 +53,12 @@ class Edits(NamedTuple):
         return carry._replace(state=state, memory=memory)
 
     def heads(self, y: Float[Array, "B T H J"]) -> Float[Array, "B T H J"]:
-        """The heads' results."""
+        """Return the heads' results after the edits."""
         scale = None if self.head_scale is None else self.head_scale[:, None]
         return _patched(_affine(y, scale, self.head_shift), self.head_patch)
 
     def output(self, y: Float[Array, "B T D"], sublayer: int) -> Float[Array, "B T D"]:
-        """F's output; ``sublayer``: 0 attention, 1 feed-forward."""
+        """Return F's output after the edits; ``sublayer`` is 0 for attention and 1 for feed-forward."""
         scale, shift, where = (
             None if leaf is None else leaf[sublayer]
             for leaf in (self.output_scale, self.output_shift, self.output_patch)
@@ -75,7 +76,7 @@ def _affine(y: jax.Array, scale: jax.Array | None, shift: jax.Array | None) -> j
 
 
 def _patched(x: jax.Array, where: jax.Array | None) -> jax.Array:
-    """``x`` [B, T, ...], that of row 0 where told; ``where`` has its leading axes."""
+    """Return ``x`` [B, T, ...] with row 0's values where ``where`` is True; ``where`` has the first axes of ``x``."""
     if where is None:
         return x
     return jnp.where(where.reshape(*where.shape, *(1,) * (x.ndim - where.ndim)), x[:1], x)

@@ -1,4 +1,4 @@
-"""Counting: parameters by kind and matrix FLOPs per token, from shapes alone."""
+"""Count parameters by kind and matrix FLOPs per token, from shapes alone."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from mhc.sharding import path_of
 
 
 def leaf_sizes(definition: DecoderDefinition) -> dict[str, int]:
-    """Number of elements of each parameter, by path."""
+    """Return the number of elements of each parameter, by path."""
     leaves = jax.tree_util.tree_leaves_with_path(definition.abstract())
     return {path_of(path): math.prod(leaf.shape) for path, leaf in leaves}
 
 
 def count_parameters(definition: DecoderDefinition) -> dict[str, int]:
-    """{total, active, vocabulary, maps} of a model.
+    """Return the numbers of a model's parameters: {total, active, vocabulary, maps}.
 
-    ``vocabulary`` is the embedding and the head; ``active`` what a token uses: it leaves out an untied input embedding,
-    of which a token takes one row, and of the routed experts all but the chosen; ``maps`` is everything the residual
-    connections own.
+    ``active`` are those that a token uses. An untied input embedding, of which a token takes one row, and the routed
+    experts that are not chosen do not count. ``vocabulary`` is the embedding and the head, ``maps`` everything that the
+    residual connections own.
     """
     sizes, moe = leaf_sizes(definition), definition.config.moe
     embedding, head = sizes["embed/table"], sizes.get("head/kernel", 0)
@@ -40,7 +40,7 @@ def count_parameters(definition: DecoderDefinition) -> dict[str, int]:
 
 
 def _attention_multiplies(config: Config) -> int:
-    """Multiply-adds of a token in one layer's attention, all layers' mean where windows differ."""
+    """Return a token's multiply-adds in one layer's attention, the mean over layers where windows differ."""
     a, d, length = config.attention, config.model.width, config.data.sequence_length
     query, values = config.head_dim + config.rope_dim, config.value_dim
     if a.kind == "mla":
@@ -60,12 +60,12 @@ def _attention_multiplies(config: Config) -> int:
 
 
 def flops_per_token(config: Config) -> int:
-    """Matrix FLOPs of one token in training: forward plus backward (twice the forward), a multiply-add counted as 2.
+    """Return the matrix FLOPs of one token in training, forward and backward.
 
-    Counted: every weight matrix that the token uses (of experts the chosen and the shared), attention scores and values
-    over the positions that a query sees (half the sequence, or the window), the output head, and the topology's map
-    projections, reads, mixing and writes. Not counted: norms, softmax, Sinkhorn, the embedding look-up, recomputation
-    under remat.
+    A multiply-add counts as 2, and the backward pass as twice the forward pass. Counted are: every weight matrix that
+    the token uses (the chosen and the shared experts), attention scores and values over the positions that a query sees
+    on average (half the sequence, or the window), the output head, and the topology's map projections, reads, mixing
+    and writes. Norms, softmax, Sinkhorn, the embedding look-up and recomputation under remat are not counted.
     """
     d, moe = config.model.width, config.moe
     layers, dense = config.model.layers, config.leading_layers if config.moe.experts else config.model.layers

@@ -1,4 +1,4 @@
-"""Weights, embeddings, feed-forward, and the wrapper that makes a sublayer F of one of them.
+"""Define weights, embeddings, the feed-forward, and the wrapper that makes a sublayer F of a core.
 
 Einsum letters, here and everywhere: B batch, T tokens (U the attended ones), N streams, D width, H query heads, G
 key-value heads, K head size, J value size, C latent width, Q the queries' latent width, R rotary part, E experts, F
@@ -26,7 +26,13 @@ if TYPE_CHECKING:
 
 
 def kernel(config: Config, key: PathKey, shape: tuple[int, ...], fan_in: int, *, residual: bool = False) -> nnx.Param:
-    """A weight under the config's initialiser; ``residual`` marks the projections that write to the stream."""
+    """Return a float32 weight drawn by the config's initialiser.
+
+    Args:
+      fan_in: the inputs of the projection, whose root divides the standard deviation unless ``init.kind`` is normal.
+      residual: whether the projection writes to the stream, which ``init.scale_residual`` and ``init.scale_streams``
+        ask for.
+    """
     std = config.init.std if config.init.kind == "normal" else 1.0 / math.sqrt(fan_in)
     if residual and config.init.scale_residual:
         std /= math.sqrt(2 * config.model.layers)
@@ -36,7 +42,7 @@ def kernel(config: Config, key: PathKey, shape: tuple[int, ...], fan_in: int, *,
 
 
 def kept(x: jax.Array) -> jax.Array:
-    """``x``, marked as what remat=streams keeps: results of a sublayer's products, and of the sublayer."""
+    """Return ``x``, the result of a sublayer's product or of the sublayer, marked so that remat=streams keeps it."""
     return checkpoint_name(x, KEPT)
 
 
@@ -44,12 +50,12 @@ KEPT = "sublayer"
 
 
 def zeros(*shape: int) -> nnx.Param:
-    """A bias."""
+    """Return a bias of zeros, float32."""
     return nnx.Param(jnp.zeros(shape, jnp.float32))
 
 
 class Embedding(nnx.Module):
-    """Token table [V, D]; also the output head when tied."""
+    """Looks tokens up in a table [V, D], which is also the weight of the output logits when tied."""
 
     def __init__(self, config: Config, *, key: PathKey):
         d = config.model.width
@@ -94,7 +100,10 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
 
 
 def activate(config: Config, up: jax.Array, gate: jax.Array | None) -> jax.Array:
-    """The hidden values of a feed-forward: act(up), or act(gate) * up with the gate clipped first if so configured."""
+    """Return the hidden values of a feed-forward: act(up), or act(gate) * up.
+
+    The gate is clipped to ±``mlp.clamp`` before its activation, if that is set.
+    """
     act = ACTIVATIONS[config.mlp.kind]
     if gate is None:
         return act(up)
@@ -104,10 +113,10 @@ def activate(config: Config, up: jax.Array, gate: jax.Array | None) -> jax.Array
 
 
 class Mlp(nnx.Module):
-    """Feed-forward act(x W_up) W_down, or with a gate (act(x W_gate) * x W_up) W_down (arXiv:2002.05202).
+    """Runs the feed-forward act(x W_up) W_down, or with a gate (act(x W_gate) * x W_up) W_down (arXiv:2002.05202).
 
-    Parameters: up and gate [D, F], down [F, D]; with mlp.bias up_bias, gate_bias [F] and down_bias [D]. ``gelu`` is the
-    tanh approximation.
+    Parameters: up and gate [D, F], down [F, D]. With ``mlp.bias`` also up_bias and gate_bias [F] and down_bias [D].
+    ``gelu`` is the tanh approximation.
     """
 
     def __init__(self, config: Config, *, key: PathKey, width: int | None = None):
@@ -132,11 +141,12 @@ class Mlp(nnx.Module):
 
 
 class Sublayer(nnx.Module):
-    """F of the residual topologies: a core between its own norms, by norm.placement. The streams are never normalised.
+    """Runs F of a residual topology: a core between its own norms. The streams themselves are never normalised.
 
-    pre: core(norm(u)); post: post_norm(core(u)); sandwich: post_norm(core(norm(u))). ``normed``: u is normalised
-    already, by the topology, and there is no norm before the core. Over a mesh with tensor > 1, norms
-    see u and y split by width, as the streams are; the core is given the whole width and leaves a sum to be taken.
+    By ``norm.placement``, F(u) is core(norm(u)) for pre, post_norm(core(u)) for post, and post_norm(core(norm(u))) for
+    sandwich. With ``normed`` the topology has normalised u, and there is no norm before the core. Over a mesh with
+    tensor > 1 the norms see u and y split by width, as the streams are; the core gets the whole width, and each device
+    returns a part of a sum.
     """
 
     def __init__(self, config: Config, core: nnx.Module, *, normed: bool = False):
@@ -149,11 +159,11 @@ class Sublayer(nnx.Module):
         self.core = core
 
     def before(self, u: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-        """The core's input."""
+        """Return the core's input from u."""
         return sharding.gather_width(self.norm(u) if self.norms_input else u)
 
     def after(self, y: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-        """F's output from the core's."""
+        """Return F's output from the core's."""
         y = sharding.split_width(y)
         return y if self.placement == "pre" else self.post_norm(y)
 

@@ -1,11 +1,11 @@
-"""What attention of one block leaves to that of later blocks, beside the residual stream.
+"""Let attention of one block leave arrays to that of later blocks, beside the residual stream.
 
-A *memory* is a dict of arrays that travels through depth with the residual's state; it is empty where nobody asks for
-one. Its leaves follow the state rule of ``mhc.residual.protocol``: [B, T, ...], or a scalar. It is made anew in every
-pass, and from the new tokens alone where a cache holds the past.
+A *memory* is a dict of arrays that travels through depth with the residual's state; it is empty where no link asks for
+one. Its leaves follow the state rule of ``mhc.residual.protocol``: [B, T, ...], or a scalar. Every pass makes it anew,
+and from the new tokens alone where a cache holds the past.
 
-A ``Link`` is what a layer does with it, such as a value residual or keys shared between layers. No link ships yet: a
-new one is one file and one row of ``LINKS``.
+A ``Link`` is what a layer does with the memory, such as a value residual or keys shared between layers. No link ships
+yet: a new one is one file and one row of ``LINKS``.
 """
 
 from __future__ import annotations
@@ -28,41 +28,41 @@ Memory = dict[str, jax.Array]
 
 
 class Link(nnx.Module):
-    """What attention heads of one layer take from earlier layers' and leave to later ones.
+    """Changes one layer's queries, keys and values by what earlier layers left, and leaves arrays to later layers.
 
-    Its parameters are vectors, float32, whole on every device, trained by AdamW without weight decay. Latent attention
-    has no links: it keeps no keys and values.
+    Its parameters are float32 vectors that are whole on every device; AdamW trains them without weight decay. Latent
+    attention takes no links, since it keeps no keys and values.
     """
 
     @staticmethod
     def begin(config: Config, batch: int, tokens: int, dtype: jnp.dtype) -> Memory:
-        """Return the memory before block 0, under names of the link's own."""
+        """Return the link's part of the memory before block 0, under names that no other link uses."""
         raise NotImplementedError
 
     def __call__(
         self, q: Float[Array, "B T H K"], k: Float[Array, "B T G K"], v: Float[Array, "B T G J"], memory: Memory
     ) -> tuple[jax.Array, jax.Array, jax.Array, Memory]:
-        """Return (queries, keys, values, memory for the next block); with a cache, what is returned is what is kept."""
+        """Return (queries, keys, values, memory for the next block). A cache keeps the keys and values returned."""
         raise NotImplementedError
 
 
 class Row(NamedTuple):
-    """A row of ``LINKS``."""
+    """Holds a row of ``LINKS``."""
 
     has: Callable[[Config], bool]
-    """Whether a model of this config has the link."""
+    """Says whether a model of this config has the link."""
     link: Callable[[Config, PathKey], Link]
-    """How one layer's is made: the class itself, where it takes these two."""
+    """Makes one layer's link: the class itself, where its constructor takes these two."""
     begin: Callable[[Config, int, int, jnp.dtype], Memory]
-    """The class's ``begin``."""
+    """Is the class's ``begin``."""
 
 
 LINKS: dict[str, Row] = {}
-"""Every link by name; they act in this order."""
+"""Every link by name. They act in this order."""
 
 
 def links(config: Config, key: PathKey) -> dict[str, Link]:
-    """Return the links of one layer's attention by name, freshly made."""
+    """Make the links of one layer's attention; return them by name."""
     return {name: row.link(config, key / name) for name, row in LINKS.items() if row.has(config)}
 
 
@@ -75,8 +75,8 @@ def empty(config: Config, batch: int, tokens: int) -> Memory:
     memory: Memory = {}
     for name, row in LINKS.items():
         if row.has(config):
-            begun = row.begin(config, batch, tokens, jnp.dtype(config.model.dtype))
-            if set(begun) & set(memory):
-                raise ValueError(f"link {name}: another link uses {', '.join(set(begun) & set(memory))}")
-            memory |= begun
+            added = row.begin(config, batch, tokens, jnp.dtype(config.model.dtype))
+            if set(added) & set(memory):
+                raise ValueError(f"link {name}: another link uses {', '.join(set(added) & set(memory))}")
+            memory |= added
     return memory

@@ -1,4 +1,4 @@
-"""Mixture of experts: a router, dropless dispatch to the chosen experts, shared experts, and what keeps loads even."""
+"""Run a mixture of experts: a router, dispatch that drops no token, shared experts, and what keeps loads even."""
 
 from __future__ import annotations
 
@@ -23,9 +23,10 @@ if TYPE_CHECKING:
 def route(
     config: Config, logits: Float[Array, "B T E"], bias: Float[Array, " E"] | None
 ) -> tuple[Int[Array, "B T k"], Float[Array, "B T k"], Float[Array, "B T E"]]:
-    """(chosen experts, their weights, every expert's score), float32.
+    """Return (chosen experts, their weights, every expert's score); weights and scores are float32.
 
-    ``bias`` is added for the choice alone: it has no gradient and no part in the weights (arXiv:2408.15664).
+    Args:
+      bias: added to the scores for the choice alone; it has no gradient and no part in the weights (arXiv:2408.15664).
     """
     moe = config.moe
     scores = jax.nn.softmax(logits, axis=-1) if moe.score == "softmax" else jax.nn.sigmoid(logits)
@@ -38,7 +39,7 @@ def route(
 
 
 class Experts(nnx.Module):
-    """The routed experts' weights: up and gate [E, D, F], down [E, F, D]."""
+    """Runs the routed experts. Parameters: up and gate [E, D, F], down [E, F, D]."""
 
     def __init__(self, config: Config, *, key: PathKey):
         e, d, f = config.moe.experts, config.model.width, config.expert_width
@@ -51,7 +52,7 @@ class Experts(nnx.Module):
     def __call__(
         self, x: Float[Array, "B T D"], chosen: Int[Array, "B T k"], weights: Float[Array, "B T k"]
     ) -> Float[Array, "B T D"]:
-        """sum over the chosen experts of weight * expert(x). No token is dropped, however uneven the choice."""
+        """Return the sum over the chosen experts of weight * expert(x); an uneven choice drops no token."""
         matrices: dict[str, jax.Array] = {
             name: getattr(self, name)[...].astype(x.dtype) for name in ("gate", "up", "down") if name in vars(self)
         }
@@ -69,32 +70,32 @@ def _dispatch(
     matrices: dict[str, jax.Array],
     first: int | jax.Array = 0,
 ) -> jax.Array:
-    """The part of the sum that the experts first .. first + E' of ``matrices`` [E', ...] contribute."""
+    """Return what the E' experts of ``matrices`` [E', ...], from number ``first`` on, add to the sum."""
     count, k = matrices["down"].shape[0], chosen.shape[-1]
     tokens = x.reshape(-1, x.shape[-1])
     expert = chosen.reshape(-1) - first  # [M k], M tokens
-    expert = jnp.where((expert >= 0) & (expert < count), expert, count)  # others' come last and belong to no group
+    expert = jnp.where((expert >= 0) & (expert < count), expert, count)  # other devices' experts: last, in no group
     order = jnp.argsort(expert, stable=True)
     rows, sizes = tokens[order // k], jnp.bincount(expert, length=count).astype(jnp.int32)
     gate = kept(jax.lax.ragged_dot(rows, matrices["gate"], sizes)) if "gate" in matrices else None
     hidden = activate(config, kept(jax.lax.ragged_dot(rows, matrices["up"], sizes)), gate)
     out = jax.lax.ragged_dot(hidden, matrices["down"], sizes)
-    # What lies behind the last group is not defined on every platform.
+    # Rows behind the last group are not defined on every platform.
     out = jnp.where((expert[order] < count)[:, None], out, 0) * weights.reshape(-1)[order][:, None].astype(x.dtype)
     back = jnp.argsort(order)
     return jnp.sum(out[back].reshape(-1, k, x.shape[-1]), axis=1).reshape(x.shape)
 
 
 def _sharded(config: Config, mesh: Mesh) -> Callable[..., jax.Array]:
-    """``_dispatch`` with experts split over the mesh's expert axis and their width over tensor.
+    """Return ``_dispatch`` with experts split over the mesh's expert axis and their width over its tensor axis.
 
-    The devices of an expert group see all of the group's tokens, add up what their experts give, and keep their own
-    rows of the sum, and of the model's width their part: nothing is dropped, and no shape depends on the routing.
+    Each device of an expert group sees all of the group's tokens. Together they add up what their experts give, and
+    each keeps its own rows and its part of the model's width. No token is dropped, and no shape depends on the routing.
     """
     rows = PartitionSpec(sharding.BATCH_AXES, None, None)
     tensor = mesh.shape["tensor"]
     width = "tensor" if config.expert_width % tensor == 0 else None
-    # The sum over tensor is left in parts, as the streams are: its transpose gathers where that of a whole one adds.
+    # The sum over tensor is left in parts, as the streams are: its transpose is a gather, that of a whole sum is a sum.
     part = width if config.model.width % tensor == 0 else None
     # Weights come as they lie, D over fsdp, and are gathered inside: their gradients are added up and scattered in one.
     fsdp = "fsdp" if config.model.width % mesh.shape["fsdp"] == 0 else None
@@ -126,10 +127,10 @@ def _sharded(config: Config, mesh: Mesh) -> Callable[..., jax.Array]:
 
 
 class Moe(nnx.Module):
-    """Feed-forward of routed and shared experts.
+    """Runs a feed-forward of routed and shared experts.
 
-    Parameters: router [D, E], router_bias [E] under loss-free balancing (moved by the train step, never by a gradient),
-    experts/{gate,up,down} and, with moe.shared, shared/{gate,up,down} of width shared * F.
+    Parameters: router [D, E] and experts/{gate,up,down}. With ``moe.shared`` also shared/{gate,up,down} of width
+    shared * F. Under loss-free balancing also router_bias [E], which the train step moves and no gradient does.
     """
 
     def __init__(self, config: Config, *, key: PathKey):
@@ -145,10 +146,11 @@ class Moe(nnx.Module):
     def with_statistics(
         self, x: Float[Array, "B T D"], valid: Bool[Array, "B T"] | None = None
     ) -> tuple[Float[Array, "B T D"], dict[str, jax.Array]]:
-        """(y, {load [E], balance, z}), float32, over the ``valid`` tokens (None: all).
+        """Return (y, {load [E], balance, z}); the statistics are float32, over the ``valid`` tokens (None: all).
 
-        load: tokens that each expert got. balance: E sum_e f_e p_e, f the share of assignments and p the mean
-        normalised score (1 when even; arXiv:2101.03961). z: mean squared log-sum-exp of the router's logits.
+        ``load`` counts the tokens of each expert. ``balance`` is E sum_e f_e p_e with f the share of assignments and p
+        the mean normalised score: 1 when even (arXiv:2101.03961). ``z`` is the mean squared log-sum-exp of the router's
+        logits.
         """
         moe = self.config.moe
         wide = jnp.promote_types(x.dtype, jnp.float32)

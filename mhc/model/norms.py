@@ -1,4 +1,4 @@
-"""Norms over the last axis, computed in float32."""
+"""Normalise over the last axis, in float32."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class RMSNorm(nnx.Module):
-    """x rsqrt(mean(x^2) + eps) scale over the last axis, in float32, returned in x's dtype; scale [D]."""
+    """Computes x rsqrt(mean(x^2) + eps) scale over the last axis, in float32; the result has x's dtype. Scale [D]."""
 
     def __init__(self, width: int, eps: float, gamma: float = 1.0):
         self.eps = eps
@@ -28,7 +28,7 @@ class RMSNorm(nnx.Module):
 
 
 class LayerNorm(nnx.Module):
-    """(x - mean) rsqrt(variance + eps) scale + bias over the last axis, in float32; scale and bias [D]."""
+    """Computes (x - mean) rsqrt(variance + eps) scale + bias over the last axis, in float32. Scale and bias [D]."""
 
     def __init__(self, width: int, eps: float, gamma: float = 1.0):
         self.eps = eps
@@ -44,5 +44,5 @@ class LayerNorm(nnx.Module):
 
 
 def make_norm(config: NormConfig, width: int, gamma: float = 1.0) -> RMSNorm | LayerNorm:
-    """The configured norm of the stream or of a sublayer's input or output."""
+    """Return the configured norm, of the stream or of a sublayer's input or output."""
     return (LayerNorm if config.kind == "layernorm" else RMSNorm)(width, config.eps, gamma)

@@ -1,4 +1,4 @@
-"""Positions: rotary frequencies with their scalings, sinusoidal tables, and biases of attention's logits."""
+"""Tell the model positions: rotary frequencies with their scalings, sinusoids, and biases of attention's logits."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ def _wide(x: jax.Array) -> jnp.dtype:
 def rotate(
     x: Float[Array, "B T H K"], positions: Int[Array, "B T"], frequencies: Float[Array, "... K/2"], factor: float = 1.0
 ) -> Float[Array, "B T H K"]:
-    """Rotary embedding (arXiv:2104.09864): pairs (x_i, x_{i + K/2}) turned by position * frequency_i, in float32.
+    """Turn each pair (x_i, x_{i + K/2}) by the angle position * frequency_i, in float32 (RoPE, arXiv:2104.09864).
 
     Args:
-      frequencies: radians per position, [K/2] or, where they differ by token, [B, T, K/2].
-      factor: of the result (YaRN's attention factor).
+      frequencies: radians per position: [K/2], or [B, T, K/2] where they differ by token.
+      factor: multiplies the result (YaRN's attention factor).
     """
     angle = positions[..., None, None].astype(jnp.float32) * (
         frequencies[None, None, None] if frequencies.ndim == 1 else frequencies[:, :, None]
@@ -40,7 +40,7 @@ def rotate(
 
 
 def base_frequencies(size: int, theta: float | jax.Array) -> jax.Array:
-    """theta^(-2i/K), i = 0 .. K/2 - 1, float32; theta [...] gives [..., K/2]."""
+    """Return theta^(-2i/K) for i = 0 .. K/2 - 1, float32; theta [...] gives [..., K/2]."""
     base = jnp.asarray(theta, jnp.float32)[..., None]
     exponent = -jnp.arange(size // 2, dtype=jnp.float32) / (size // 2)
     return base ** jax.lax.broadcast_to_rank(exponent, base.ndim)
@@ -49,15 +49,21 @@ def base_frequencies(size: int, theta: float | jax.Array) -> jax.Array:
 def rotary_frequencies(
     config: Config, size: int, lengths: Int[Array, "B T"] | None = None
 ) -> tuple[Float[Array, "... half"], float]:
-    """(frequencies, factor of cosines and sines) of the config's rotary scaling, for heads of width ``size``.
+    """Return (frequencies, factor of cosines and sines) of the config's rotary scaling, for heads of width ``size``.
 
-    - none: theta^(-2i/K). linear: those over ``factor`` (arXiv:2306.15595).
-    - ntk: theta times factor^(K / (K - 2)).
-    - dynamic: as ntk, with the factor grown from 1 as the document outgrows ``original_length`` O:
-      factor * length / O - (factor - 1). ``lengths`` [B, T] is each token's document's length, and the result [B, T,
-      K/2].
+    - none: theta^(-2i/K).
+    - linear: these divided by ``factor`` (arXiv:2306.15595).
+    - ntk: as none, with theta times factor^(K / (K - 2)).
+    - dynamic: as ntk, with a factor that grows from 1 as a document outgrows ``original_length`` O:
+      factor * length / O - (factor - 1). The result is [B, T, K/2].
     - yarn (arXiv:2309.00071): a ramp from scaled to unscaled over the number of turns within O.
     - llama3: scaled below low_frequency turns within O, unscaled above high_frequency, interpolated between.
+
+    Args:
+      lengths: for each token the length of its document; dynamic needs it.
+
+    Raises:
+      ValueError: dynamic is given no lengths.
     """
     p, o = config.positions, config.original_length
     if p.scaling == "ntk":
@@ -91,7 +97,7 @@ def rotary_frequencies(
 
 
 def sinusoidal(positions: Int[Array, "B T"], width: int) -> Float[Array, "B T D"]:
-    """Sines in even places and cosines in odd ones, of position * 10000^(-2i/D) (arXiv:1706.03762), float32."""
+    """Return sines (even places) and cosines (odd) of position * 10000^(-2i/D), float32 (arXiv:1706.03762)."""
     half = (width + 1) // 2
     frequency = 10_000.0 ** (-jnp.arange(half, dtype=jnp.float32) * 2 / width)
     angle = positions[..., None].astype(jnp.float32) * frequency[None, None]
@@ -103,9 +109,9 @@ def sinusoidal(positions: Int[Array, "B T"], width: int) -> Float[Array, "B T D"
 
 
 def alibi_slopes(heads: int) -> np.ndarray:
-    """Slopes [H], float32 (arXiv:2108.12409): 2^(-8h/H), h = 1 .. H.
+    """Return ALiBi's slopes [H], float32: 2^(-8h/H) for h = 1 .. H (arXiv:2108.12409).
 
-    Where H is no power of two: those of the largest power below, then every second one of twice that power.
+    Where H is no power of two, they are those of the largest power below, then every second one of twice that power.
     """
     power = 2 ** math.floor(math.log2(heads))
     slopes = [2.0 ** (-8.0 * h / power) for h in range(1, power + 1)]
@@ -114,8 +120,10 @@ def alibi_slopes(heads: int) -> np.ndarray:
 
 
 def bucket(distance: Int[Array, ...], buckets: int, max_distance: int) -> Int[Array, ...]:
-    """T5's bucket of a distance into the past (arXiv:1910.10683): the first half one distance each, then
-    logarithmically wider ones up to ``max_distance``, from where all share the last. The future has bucket 0.
+    """Return T5's bucket of each distance into the past (arXiv:1910.10683).
+
+    The first half of the buckets hold one distance each. The others grow logarithmically up to ``max_distance``; all
+    larger distances share the last one. The future has bucket 0.
     """
     exact = buckets // 2
     past = jnp.maximum(distance, 0)
@@ -127,10 +135,12 @@ def bucket(distance: Int[Array, ...], buckets: int, max_distance: int) -> Int[Ar
 def logit_bias(
     config: Config, table: Float[Array, "buckets H"] | None, queries: Int[Array, "b T"], keys: Int[Array, "b U"]
 ) -> Float[Array, "b H T U"] | None:
-    """What positions add to attention's logits, float32; None where they add nothing.
+    """Return what positions add to attention's logits, float32; None where they add nothing.
 
     Args:
-      table: the learned biases under ``relative_bias``. queries, keys: positions.
+      table: the learned biases of ``relative_bias``.
+      queries: positions of the queries.
+      keys: positions of the keys.
     """
     distance = queries[:, :, None] - keys[:, None, :]  # [b, T, U]
     if config.positions.kind == "alibi":

@@ -1,7 +1,7 @@
-"""The next token from logits: temperature, top-k, top-p, min-p, greedy, and sampling guided by entropy.
+"""Draw the next token from logits: temperature, top-k, top-p, min-p, greedy, and sampling guided by entropy.
 
-Pure functions over logits [B, V], whose rows know nothing of one another: each has a key of its own, so that what a row
-samples does not depend on the batch that it is in.
+These are pure functions over logits [B, V]. Each row has a key of its own, so what it samples does not depend on the
+batch that it is in.
 """
 
 from __future__ import annotations
@@ -21,13 +21,16 @@ UNSURE_TOP_P, UNSURE_TEMPERATURE = 0.95, 1.2  # of entropy-guided sampling above
 
 @dataclasses.dataclass(frozen=True)
 class Sampling:
-    """How the next token is drawn. Raises ValueError, naming the field, where a value is not allowed.
+    """Describes how the next token is drawn.
 
-    The logits are divided by ``temperature``; of the tokens then remain the ``top_k`` most probable, of these the
-    fewest most probable whose share passes ``top_p`` (arXiv:1904.09751), and of these those that are at least ``min_p``
-    times as probable as the first (arXiv:2407.01082). Guided by entropy (bits, of the distribution that the model gave,
-    unmodified): above ``entropy_high`` sampled with top-p 0.95 and temperature 1.2 instead, below ``entropy_low``
-    greedily.
+    The logits are divided by ``temperature``. Then tokens are left out in three steps: all but the ``top_k`` most
+    probable; of these, all but the fewest most probable whose share reaches ``top_p`` (arXiv:1904.09751); of these,
+    those that are less than ``min_p`` times as probable as the first (arXiv:2407.01082). The entropy in bits of the
+    model's own distribution may decide otherwise: above ``entropy_high`` the token is sampled with top-p 0.95 and
+    temperature 1.2 instead, below ``entropy_low`` greedily.
+
+    Raises:
+      ValueError: a value is not allowed; the message names the field.
     """
 
     temperature: float = 1.0  # 0: the most probable token
@@ -55,14 +58,14 @@ class Sampling:
 
 
 def top_k_mask(logits: Float[Array, "B V"], k: int) -> Bool[Array, "B V"]:
-    """True for the k most probable tokens; of equals those with lower ids."""
+    """Return True for the k most probable tokens; where several are equal, lower ids come first."""
     _, first = jax.lax.top_k(logits, min(k, logits.shape[-1]))
     rows = jnp.arange(logits.shape[0])[:, None]
     return jnp.zeros(logits.shape, bool).at[rows, first].set(True)
 
 
 def top_p_mask(logits: Float[Array, "B V"], p: float) -> Bool[Array, "B V"]:
-    """True for the fewest most probable tokens that together have a probability of at least p; at least one."""
+    """Return True for the fewest most probable tokens, one or more, that together have at least probability p."""
     order = jnp.argsort(-logits, axis=-1, stable=True)
     shares = jax.nn.softmax(jnp.take_along_axis(logits, order, axis=-1), axis=-1)
     before = jnp.cumsum(shares, axis=-1) - shares
@@ -71,7 +74,7 @@ def top_p_mask(logits: Float[Array, "B V"], p: float) -> Bool[Array, "B V"]:
 
 
 def min_p_mask(logits: Float[Array, "B V"], p: float) -> Bool[Array, "B V"]:
-    """True for tokens that are at least p times as probable as the most probable one."""
+    """Return True for tokens that are at least p times as probable as the most probable one."""
     if p == 0:
         return jnp.ones(logits.shape, bool)
     return logits >= jnp.max(logits, axis=-1, keepdims=True) + math.log(p)
@@ -84,7 +87,7 @@ def adjust(
     top_p: float | None = None,
     min_p: float | None = None,
 ) -> Float[Array, "B V"]:
-    """The logits to sample from, -inf where a token is left out; temperature 0 leaves the most probable one."""
+    """Return the logits to sample from, -inf where a token is left out; temperature 0 leaves the most probable one."""
     if temperature == 0:
         first = jnp.argmax(logits, axis=-1, keepdims=True)
         return jnp.where(jnp.arange(logits.shape[-1])[None] == first, 0.0, -jnp.inf)
@@ -99,13 +102,13 @@ def adjust(
 
 
 def entropy_bits(logits: Float[Array, "B V"]) -> Float[Array, " B"]:
-    """Entropy of the distribution that the logits give, in bits, float32."""
+    """Return the entropy of the distribution that the logits give, in bits, float32."""
     log_p = jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1)
     return -jnp.sum(jnp.where(log_p > -jnp.inf, jnp.exp(log_p) * log_p, 0.0), axis=-1) / math.log(2.0)
 
 
 def sample(logits: Float[Array, "B V"], keys: Key[Array, " B"], how: Sampling) -> Int[Array, " B"]:
-    """The next token of each row, int32."""
+    """Draw the next token of each row, int32."""
     chosen = adjust(logits, how.temperature, how.top_k, how.top_p, how.min_p)
     entropy = entropy_bits(logits)[:, None]
     if how.entropy_high is not None:
@@ -116,5 +119,5 @@ def sample(logits: Float[Array, "B V"], keys: Key[Array, " B"], how: Sampling) -
 
 
 def token_keys(keys: Key[Array, " B"], positions: Int[Array, " B"]) -> Key[Array, " B"]:
-    """A row's keys for the token at a position, so that a row that was interrupted goes on as if it had not been."""
+    """Return each row's key for the token at a position, so that an interrupted row goes on as if it had not been."""
     return jax.vmap(jax.random.fold_in)(keys, positions)

@@ -167,18 +167,16 @@ class ProbeWatch:
         """{monitor: {value, threshold}} of those that crossed at this probe and had not before."""
         past: dict[str, dict[str, float]] = {}
         for name, (key, field) in MONITORS.items():
-            if key in record:
-                value, threshold = float(np.max(record[key])), float(getattr(self._guard, field))
+            values = _measured(record.get(key))
+            if values.size:
+                value, threshold = float(np.max(values)), float(getattr(self._guard, field))
                 if not value <= threshold:  # NaN is past every threshold
                     past[name] = {"value": value, "threshold": threshold}
         for name, key in COLLAPSING.items():
-            if key not in record:
+            values = _measured(record.get(key))
+            if not values.size:
                 continue
-            value = (
-                float(np.min(np.asarray(record[key], np.float64)[1:]))
-                if np.size(record[key]) > 1
-                else float(np.min(record[key]))
-            )
+            value = float(np.min(values[1:] if values.size > 1 else values))
             history = self._history[name]
             if len(history) >= COLLAPSE_MIN_HISTORY:
                 threshold = 0.5 * float(np.median(history))
@@ -190,6 +188,12 @@ class ProbeWatch:
         crossed = {name: what for name, what in past.items() if name not in self.active}
         self.active = {name: self.active.get(name, step) for name in past}
         return crossed
+
+
+def _measured(value: Any) -> np.ndarray:
+    """Return the numbers of a measure, float64 [n], without the nulls that stand for what was not measured."""
+    flat = np.asarray(value, object).reshape(-1)
+    return np.array([number for number in flat if number is not None], np.float64)
 
 
 def cause(*, finite: bool, loss_flag: bool, grad_flag: bool, grad_flag_before: bool, active: Mapping[str, int]) -> str:

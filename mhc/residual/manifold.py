@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import jax
@@ -30,6 +31,20 @@ def initial_bias(mixing: Mixing, init: str, n: int, home: int | jax.Array, res_g
     # equivalent: the streams are read as their mean (17 saturates the sigmoid in float32), each gets the output once.
     read_mean = -math.log(n - 1) if n > 1 else 17.0
     return jnp.concatenate([jnp.full((n,), read_mean, jnp.float32), jnp.zeros((n,), jnp.float32), res])
+
+
+def transpose_res_logits(parameters: Mapping[str, jax.Array], n: int) -> dict[str, jax.Array]:
+    """Return phi and bias of one connection (or of stacked ones) with the residual logits [N, N] transposed.
+
+    The logits are the last N * N columns, as those of mhc are: see `ManifoldMaps`.
+    """
+
+    def transposed(leaf: jax.Array) -> jax.Array:
+        others, res = leaf[..., : 2 * n], leaf[..., 2 * n :]
+        square = res.reshape(*res.shape[:-1], n, n)
+        return jnp.concatenate([others, jnp.swapaxes(square, -1, -2).reshape(res.shape)], axis=-1)
+
+    return {name: transposed(parameters[name]) for name in ("phi", "bias")}
 
 
 class ManifoldMaps(StreamConnection):

@@ -20,7 +20,8 @@ def main(arguments: Sequence[str]) -> int:
     """Read the command line and train. Returns the exit code; raises UserError for a user's mistake."""
     parser = cli.Parser(
         description="Train a transformer under one residual topology.",
-        epilog="--config.GROUP.FIELD=VALUE changes a field of the config; --fields lists and explains them.",
+        example="{prog} --config configs/demo.py --config.residual.kind=mhc --workdir runs/a",
+        fields=cli.EVERY_FIELD,
     )
     either = parser.add_mutually_exclusive_group(required=True)
     either.add_argument("--config", metavar="FILE", help="config file with get_config(), e.g. configs/demo.py")
@@ -55,7 +56,7 @@ def main(arguments: Sequence[str]) -> int:
     if origin is None:
         config = cli.load_config(options.config, overrides, parser)
     else:
-        config = cli.change(origin.config, overrides, parser)
+        config = cli.override(origin.config, overrides, parser)
     if options.workdir is None and not options.dry_run:
         raise UserError("--workdir is required: the folder of the run, e.g. --workdir runs/a")
     if options.print_shardings and not options.dry_run:
@@ -68,10 +69,10 @@ def main(arguments: Sequence[str]) -> int:
 
     # jax takes seconds to import: only a command without mistakes waits for it.
     from mhc import distributed
-    from mhc.train import run
+    from mhc.train import plan, run
 
     if options.dry_run:
-        print(json.dumps(run.dry_run(config, shardings=options.print_shardings), indent=2))
+        print(json.dumps(plan.dry_run(config, shardings=options.print_shardings), indent=2))
         return 0
     distributed.initialize(config.distributed)
     return run.run(config, options.workdir, origin)

@@ -3,14 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import gc
-import logging
 import os
 import re
-import sys
-import time
-import traceback
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,33 +19,32 @@ from mhc.errors import UserError
 from mhc.kinds import ModuleError
 from mhc.model.decoder import Decoder, DecoderDefinition, Params
 from mhc.remote import Folder
+from mhc.train import orbax_reads
+from mhc.train.standing import Standing
 from mhc.train.step import TrainState
 
 FOLDER = "checkpoints"
 ITEMS = ("state", "host", "config")
 
 
-def _no_full_disk(record: logging.LogRecord) -> bool:
-    """Return whether a log record is of anything but a full disk, which whoever waits for the save reports."""
-    error = record.exc_info[1] if record.exc_info else None
-    return full_disk.reason(error or Exception(record.getMessage())) is None
-
-
-# Orbax reports every save at INFO and its own housekeeping as warnings; neither is the user's business.
-logging.getLogger("absl").setLevel(logging.ERROR)
-logging.getLogger("absl").addFilter(_no_full_disk)
+orbax_reads.hide_housekeeping()
 
 
 class Checkpoints:
-    """The checkpoints of a run folder.
+    """Reads and writes the checkpoints of a run folder.
 
-    A checkpoint of step s holds the state after s updates, the host's side as JSON (data position, cumulative counts)
-    and the resolved config. Saves are asynchronous; ``wait`` returns when the last one is committed. Where the disk is
-    full, ``save``, ``wait`` and ``close`` raise DiskFull, of this save or of the one before.
+    A checkpoint of step s holds the state after s updates, where the run stands then (`Standing`, as JSON) and the
+    resolved config. Saves are asynchronous; ``wait`` returns when the last one is committed. Where the disk is full,
+    ``save``, ``wait`` and ``close`` raise DiskFull, for this save or the one before.
     """
 
     def __init__(self, workdir: Folder, policy: CheckpointConfig, *, read_only: bool = False):
-        """``read_only``: for the folder of a run that may be going on; nothing is saved, deleted or cleaned up."""
+        """Open the folder.
+
+        Args:
+          policy: how many checkpoints are kept.
+          read_only: nothing is saved, deleted or cleaned up: the run of the folder may be going on.
+        """
         options = ocp.CheckpointManagerOptions(
             max_to_keep=policy.keep,
             # Step 0, with which an imported model begins, is a multiple of everything and always kept.
@@ -63,26 +56,26 @@ class Checkpoints:
         self._workdir = workdir
         self._saving: int | None = None  # the step of the last save that was begun
         self._quiet = contextlib.ExitStack()  # saves go on in other threads
-        self._quiet.enter_context(_without_late_ones())
+        self._quiet.enter_context(orbax_reads.quiet())
         self._manager = ocp.CheckpointManager(_folder(workdir), item_names=ITEMS, options=options)
 
     def latest(self) -> int | None:
-        """The last committed step."""
+        """Return the last committed step, None without one."""
         return self._manager.latest_step()
 
     def steps(self) -> list[int]:
-        """Committed steps, ascending."""
+        """Return the committed steps, ascending."""
         return sorted(self._manager.all_steps())
 
     @contextlib.contextmanager
     def _room(self) -> Iterator[None]:
-        """Raises DiskFull, which names the last good checkpoint, where the disk is full."""
+        """Turn what a full disk raises into a DiskFull that names the last good checkpoint."""
         try:
             yield
         except Exception as error:
             if full_disk.reason(error) is None or isinstance(error, full_disk.DiskFull):
                 raise
-            _await_late_ones(error)
+            orbax_reads.await_leftovers(error)
             place = str(self._workdir)
             with full_disk.reporting(f"{place}: checkpoint {self._saving}", place, self.left(self._saving)):
                 raise
@@ -99,23 +92,27 @@ class Checkpoints:
             if later > step:
                 self._manager.delete(later)
 
-    def save(self, step: int, state: TrainState, host: dict[str, Any], config: Config) -> None:
-        """Start saving; the state may be donated as soon as this returns."""
+    def save(self, state: TrainState, standing: Standing, config: Config) -> None:
+        """Start saving the checkpoint of ``standing.step``; the state may be donated as soon as this returns."""
         args = ocp.args.Composite(
             state=ocp.args.StandardSave(state._asdict()),
-            host=ocp.args.JsonSave(host),
+            host=ocp.args.JsonSave(standing.to_json()),
             config=ocp.args.JsonSave(configs.to_dict(config)),
         )
         with self._room():
             self._manager.wait_until_finished()  # the last one, whose failure is its own
-            self._saving = step
-            self._manager.save(step, args=args, force=True)
+            self._saving = standing.step
+            self._manager.save(standing.step, args=args, force=True)
 
-    def restore(self, step: int, abstract: TrainState, layout: TrainState) -> tuple[TrainState, dict[str, Any]]:
-        """(state in its layout, host) of a step.
+    def restore(self, step: int, abstract: TrainState, layout: TrainState) -> tuple[TrainState, Standing]:
+        """Return the state of a step in its layout, and where the run stood.
 
         Args:
-          abstract: shapes and dtypes. layout: a sharding for each leaf.
+          abstract: shapes and dtypes of the state.
+          layout: a sharding for each leaf.
+
+        Raises:
+          UserError: the checkpoint is damaged.
         """
         target = jax.tree.map(
             lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
@@ -125,40 +122,38 @@ class Checkpoints:
         args = ocp.args.Composite(state=ocp.args.StandardRestore(target), host=ocp.args.JsonRestore())
         with _reading(self._workdir, step, "state"):
             restored = self._manager.restore(step, args=args)
-        return TrainState(**restored["state"]), restored["host"]
+            return TrainState(**restored["state"]), Standing.from_json(step, restored["host"])
 
-    def host(self, step: int) -> dict[str, Any]:
-        """The host's side of a step alone: data position and cumulative counts."""
-        args = ocp.args.Composite(host=ocp.args.JsonRestore())
-        with _reading(self._workdir, step, "host"):
-            return dict(self._manager.restore(step, args=args)["host"])
+    def standing(self, step: int) -> Standing:
+        """Return where the run stood at a step. Raises UserError where the checkpoint is damaged."""
+        return _standing(self._manager, self._workdir, step)
 
     def wait(self) -> None:
-        """Until every save begun is committed."""
+        """Wait until every save that was begun is committed."""
         with self._room():
             self._manager.wait_until_finished()
 
     def close(self) -> None:
-        """Wait, and let go of the folder."""
+        """Wait until every save is committed, and close the folder."""
         with self._quiet, self._room():
             self._manager.wait_until_finished()
             self._manager.close()
 
 
 class LoadedRun(NamedTuple):
-    """A run's model as of a step, for evaluation."""
+    """Holds the model of a run at a step, for evaluation."""
 
     config: Config  # resolved
     step: int
     params: Params
 
     def decoder(self) -> Decoder:
-        """The model with these parameters."""
+        """Return the model with these parameters."""
         return DecoderDefinition(self.config).bind(self.params)
 
 
 def committed_steps(run: Folder) -> list[int]:
-    """Steps that a run folder holds a committed checkpoint of, ascending. Raises UserError as `remote.check`."""
+    """Return the steps of a run folder's committed checkpoints, ascending. Raises UserError as `remote.check`."""
     remote.check(run)
     folder = _folder(run)
     return sorted(set(ocp.utils.checkpoint_steps(folder))) if folder.is_dir() else []
@@ -173,46 +168,6 @@ def _folder(run: Folder) -> Folder:
 _DAMAGE = ("OUT_OF_RANGE", "DATA_LOSS", "NOT_FOUND", "Error opening", "Error reading", "CRC", "checksum", "corrupt")
 
 
-@contextlib.contextmanager
-def _without_late_ones() -> Iterator[None]:
-    """Say nothing of reads and writes that orbax leaves behind.
-
-    It closes its event loop at the first array that fails. What it does to others then ends in a closed loop, or when
-    it is collected as garbage, each time with a traceback of its own, at once or later: see `_await_late_ones`.
-    """
-    shown, said = sys.unraisablehook, logging.getLogger("asyncio")
-
-    def hook(unraisable: Any) -> None:
-        late = unraisable.exc_value
-        closed = isinstance(late, RuntimeError) and "loop is closed" in str(late)
-        if not (closed or isinstance(late, GeneratorExit) or isinstance(late and late.__cause__, GeneratorExit)):
-            shown(unraisable)
-
-    def unheard(record: logging.LogRecord) -> bool:
-        return "never retrieved" not in record.getMessage() and "was destroyed" not in record.getMessage()
-
-    sys.unraisablehook = hook
-    said.addFilter(unheard)
-    try:
-        yield
-    finally:
-        if sys.unraisablehook is hook:
-            sys.unraisablehook = shown
-        said.removeFilter(unheard)
-
-
-def _await_late_ones(error: Exception) -> None:
-    """Wait until what orbax left behind when this error ended it has ended too."""
-    time.sleep(0.3)
-    chain: BaseException | None = error
-    while chain is not None:  # its frames hold them
-        traceback.clear_frames(chain.__traceback__)
-        chain = chain.__cause__ or chain.__context__
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
-        gc.collect()
-
-
 # What TensorStore's codes say of a checkpoint's files.
 _CODES = {
     "OUT_OF_RANGE": "a file is cut off",
@@ -224,16 +179,13 @@ _ARRAY = re.compile(r'"([\w.]+)/(?:\.zarray|[\d.]+)"')
 
 @contextlib.contextmanager
 def _reading(run: Folder, step: int, part: str) -> Iterator[None]:
-    """Turn the errors of a damaged checkpoint into a line that names the others; ``part``: state or host.
-
-    Raises UserError.
-    """
+    """Turn the errors of a damaged checkpoint into a UserError that names the others; ``part``: state or host."""
     try:
-        with _without_late_ones():
+        with orbax_reads.quiet():
             try:
                 yield
             except Exception as error:
-                _await_late_ones(error)
+                orbax_reads.await_leftovers(error)
                 raise
     except UserError:
         raise
@@ -246,7 +198,7 @@ def _reading(run: Folder, step: int, part: str) -> Iterator[None]:
 
 
 def _why(error: BaseException) -> str:
-    """Return what an error in reading says, in few words; those that led to it count too."""
+    """Return in few words why reading failed, by an error and those that led to it."""
     texts = []
     chain: BaseException | None = error
     while chain is not None:
@@ -272,23 +224,23 @@ def _damaged(run: Folder, step: int, why: str) -> UserError:
     return UserError(f"{run}: checkpoint {step} is damaged: {why}; other steps: {others}{onwards}")
 
 
-# Groups of the config that say what the weights are, and what they compute.
-_OF_WEIGHTS = ("model", "attention", "positions", "norm", "mlp", "moe", "head", "residual")
+# Groups of the config that decide the shapes of the weights and what they compute.
+_MODEL_GROUPS = ("model", "attention", "positions", "norm", "mlp", "moe", "head", "residual")
 
 
 def _check_step(run: Folder, step: int, config: Config) -> None:
-    """That the checkpoint is whole at first sight, and of this config: it holds its own. Raises UserError."""
+    """Raise UserError where a checkpoint lacks a part, or its own config describes another model than ``config``."""
     folder = run / FOLDER / str(step)
     stored = remote.read(folder / "config" / "metadata")
     if stored is None or not (folder / "state").is_dir():
         missing = "config" if stored is None else "state"
         raise _damaged(run, step, f"{folder / missing} is missing")
     try:
-        own = configs.from_json(stored.decode())
+        saved = configs.from_json(stored.decode())
     except (UserError, UnicodeDecodeError) as error:
         raise _damaged(run, step, f"{folder / 'config'}: {error}") from None
-    for name, (there, here) in configs.diff(own, config).items():
-        if name.partition(".")[0] in _OF_WEIGHTS:
+    for name, (there, here) in configs.diff(saved, config).items():
+        if name.partition(".")[0] in _MODEL_GROUPS:
             raise UserError(
                 f"{run / 'config.json'}: it is not of the checkpoint of step {step}, which was written with "
                 f"{name}={there!r}, not {here!r}"
@@ -296,7 +248,7 @@ def _check_step(run: Folder, step: int, config: Config) -> None:
 
 
 def find_checkpoint(run: str | os.PathLike[str], step: int | None = None) -> tuple[Config, int]:
-    """(resolved config, step) of a run's checkpoint: of ``step``, or the last committed one.
+    """Return the resolved config and the step of a run's checkpoint: of ``step``, or of the last committed one.
 
     Raises:
       UserError: no such run, no checkpoint, or not this step (the message lists the steps there are); a checkpoint
@@ -326,11 +278,11 @@ def find_checkpoint(run: str | os.PathLike[str], step: int | None = None) -> tup
 
 
 def restore_parts(run: Folder, step: int, abstract: dict[str, Any], layout: dict[str, Any]) -> dict[str, Any]:
-    """Parts of the train state of a checkpoint, in their layout.
+    """Return parts of the train state of a checkpoint, in their layout.
 
     Args:
-      abstract: {field of TrainState: shapes and dtypes}; of params any subset of the leaves. layout: a sharding for
-        each leaf.
+      abstract: {field of TrainState: shapes and dtypes}; ``params`` may have any subset of the leaves.
+      layout: a sharding for each leaf.
 
     Raises:
       UserError: the checkpoint is damaged, or holds weights alone, and more is asked for.
@@ -338,7 +290,7 @@ def restore_parts(run: Folder, step: int, abstract: dict[str, Any], layout: dict
     target = jax.tree.map(
         lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), abstract, layout
     )
-    if set(abstract) != {"params"} and host_of(run, step).get("weights_only"):
+    if set(abstract) != {"params"} and standing_of(run, step).weights_only:
         raise UserError(f"{run}: the checkpoint of step {step} holds weights alone, no optimiser's state")
     with ocp.CheckpointManager(_folder(run), item_names=ITEMS) as manager:
         args = ocp.args.PyTreeRestore(
@@ -348,14 +300,20 @@ def restore_parts(run: Folder, step: int, abstract: dict[str, Any], layout: dict
             return dict(manager.restore(step, args=ocp.args.Composite(state=args))["state"])
 
 
-def host_of(run: Folder, step: int) -> dict[str, Any]:
-    """The host's side of a checkpoint: data position (None: weights alone) and cumulative counts."""
-    with ocp.CheckpointManager(_folder(run), item_names=ITEMS) as manager, _reading(run, step, "host"):
-        return dict(manager.restore(step, args=ocp.args.Composite(host=ocp.args.JsonRestore()))["host"])
+def standing_of(run: Folder, step: int) -> Standing:
+    """Return where a run stood at a checkpoint. Raises UserError where the checkpoint is damaged."""
+    with ocp.CheckpointManager(_folder(run), item_names=ITEMS) as manager:
+        return _standing(manager, run, step)
+
+
+def _standing(manager: ocp.CheckpointManager, run: Folder, step: int) -> Standing:
+    args = ocp.args.Composite(host=ocp.args.JsonRestore())
+    with _reading(run, step, "host"):
+        return Standing.from_json(step, manager.restore(step, args=args)["host"])
 
 
 def load_run(run: str | os.PathLike[str], step: int | None = None) -> LoadedRun:
-    """Config and parameters of a run folder on one device, at ``step`` or the last committed one.
+    """Return config and parameters of a run folder on one device, at ``step`` or the last committed one.
 
     Raises:
       UserError: no such run, no checkpoint, or not this step; the message lists the steps there are.
@@ -368,12 +326,13 @@ def load_run(run: str | os.PathLike[str], step: int | None = None) -> LoadedRun:
 
 
 def save_weights(workdir: Path, params: Params, config: Config, **about: Any) -> None:
-    """A checkpoint of step 0 that holds parameters alone: a run that goes on from it begins with a fresh optimiser.
+    """Write a checkpoint of step 0 with parameters alone: a run that goes on from it begins with a fresh optimiser.
 
-    Written in small pieces, so that saving takes little memory beside the parameters.
+    It is written in small pieces, so that saving takes little memory beside the parameters.
 
     Args:
-      config: resolved. about: what the host's side says of where they come from, JSON.
+      config: resolved.
+      about: where the parameters come from; JSON.
     """
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
     piece = max(size // 256, 2**22)  # bytes
@@ -384,8 +343,9 @@ def save_weights(workdir: Path, params: Params, config: Config, **about: Any) ->
             save_args=jax.tree.map(lambda leaf: ocp.SaveArgs(chunk_byte_size=piece), {"params": params}),
             ocdbt_target_data_file_size=4 * piece,
         )
-        host = {"data": None, "tokens": 0, "seconds": 0.0, "rewinds": 0, "weights_only": True, **about}
         args = ocp.args.Composite(
-            state=state, host=ocp.args.JsonSave(host), config=ocp.args.JsonSave(configs.to_dict(config))
+            state=state,
+            host=ocp.args.JsonSave(Standing(weights_only=True, about=about).to_json()),
+            config=ocp.args.JsonSave(configs.to_dict(config)),
         )
         manager.save(0, args=args, force=True)

@@ -17,7 +17,7 @@ from mhc.errors import UserError
 from mhc.model.decoder import DecoderDefinition
 from mhc.remote import Folder
 from mhc.sharding import path_of
-from mhc.train.checkpoint import find_checkpoint, host_of, restore_parts
+from mhc.train.checkpoint import find_checkpoint, restore_parts, standing_of
 from mhc.train.optimizer import make_optimizer
 from mhc.train.step import Trainer, TrainState
 from mhc.xla_options import known_options
@@ -128,7 +128,7 @@ def notes(config: Config, found: Source, tokenizer: str) -> Iterator[str]:
     Args:
       tokenizer: ``content_hash`` of the run's own.
     """
-    position = host_of(found.run, found.step)["data"]
+    position = standing_of(found.run, found.step).data
     if position is not None and position["tokenizer"] != tokenizer:
         yield (
             f"data.tokenizer={config.data.tokenizer} gives other ids than that of {config.train.init_from}: the "
@@ -150,7 +150,7 @@ def set_data(data: TrainIterator, config: Config, found: Source) -> None:
 
     Raises: UserError where the two do not read the same batches, or the source has read none.
     """
-    position = host_of(found.run, found.step)["data"]
+    position = standing_of(found.run, found.step).data
     if position is None:
         raise UserError(f"train.init_data: {config.train.init_from} holds weights alone, and no place in the data")
     theirs = found.config.data  # what older positions do not have

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -14,9 +13,9 @@ import optax
 from jax.sharding import Mesh
 
 from mhc.config import Config, shares
-from mhc.model.decoder import STACKS, DecoderDefinition, Params, SublayerView
-from mhc.monitor import guard, nan
-from mhc.sharding import batch_sharding, jit, replicated, shardings, tracing_for
+from mhc.model.decoder import STACKS, DecoderDefinition, Params
+from mhc.monitor import guard
+from mhc.sharding import batch_sharding, jit, replicated, shardings, traced_for
 from mhc.train.loss import cross_entropy
 from mhc.train.optimizer import GROUPS, group_of, learning_rate, make_optimizer, map_paths
 from mhc.xla_options import known_options
@@ -64,14 +63,16 @@ def counted(config: Config, batch: Batch) -> Batch:
 def loss_parts(definition: DecoderDefinition, params: Params, batch: Batch) -> LossParts:
     """Cross-entropy of a batch (tokens, targets, segment_ids, positions [B, T] int32, weights [B, T] float32).
 
-    Of a mixture ``sources`` [B] int32 says which source each row is of.
+    Of a mixture ``sources`` [B] int32 says which source each row is of. Where there is a ``posterior`` [B, T, C]
+    float32, it stands for the targets.
     """
     decoder = definition.bind(params)
     hidden = decoder.forward(batch["tokens"], batch["segment_ids"], batch["positions"])
     member = None
     if "sources" in batch:
         member = jax.nn.one_hot(batch["sources"], len(shares(definition.config.data.source)))
-    sums = cross_entropy(decoder, hidden.h, batch["targets"], batch["weights"], member)
+    targets = batch.get("posterior", batch["targets"])
+    sums = cross_entropy(decoder, hidden.h, targets, batch["weights"], member)
     weights = batch["weights"]
     by_source = jnp.zeros(0) if member is None else jnp.sum(jnp.sum(weights, axis=1, keepdims=True) * member, axis=0)
     return LossParts(*sums, weight=jnp.sum(weights), source_weight=by_source, router=hidden.router)
@@ -155,11 +156,6 @@ def norms(tree: Params) -> Norms:
     return Norms(jnp.sqrt(by_depth), {name: jnp.sqrt(groups[name]) for name in GROUPS if name in groups})
 
 
-def sublayer_name(k: int) -> str:
-    """Sublayer k of the depth order in words."""
-    return f"sublayer {k} ({'feed-forward' if k % 2 else 'attention'} of block {k // 2})"
-
-
 _GAMMA = re.compile(r"blocks/(attention|mlp)/(post_)?norm/scale$")
 
 
@@ -221,79 +217,20 @@ class Trainer:
         everywhere = replicated(mesh)  # what is measured: every process reads it
         # The initialiser runs once; on CPU, optimising its many random draws costs more than they do.
         once = known_options({"xla_backend_optimization_level": 0}) if mesh.devices.flat[0].platform == "cpu" else {}
-        self._jit_init = jit(self._traced(self._init), mesh, out_shardings=self.layout, compiler_options=once)
+        self._jit_init = jit(traced_for(self._init, mesh), mesh, out_shardings=self.layout, compiler_options=once)
         self.step: Callable[[TrainState, Batch], tuple[TrainState, dict[str, Any]]] = jit(
-            self._traced(self._step),
+            traced_for(self._step, mesh),
             mesh,
             donate_argnums=0,
             in_shardings=(self.layout, batch),
             out_shardings=(self.layout, everywhere),
         )
         self.validate: Callable[[Params, Batch], dict[str, jax.Array]] = jit(
-            self._traced(self._validate),
+            traced_for(self._validate, mesh),
             mesh,
             in_shardings=(self.layout.params, batch),
             out_shardings=everywhere,
         )
-
-    def _traced(self, function: Callable[..., Any], mesh: Mesh | None = None) -> Callable[..., Any]:
-        """``function``, traced for the mesh, or for another."""
-
-        @functools.wraps(function)
-        def traced(*args: Any) -> Any:
-            with tracing_for(mesh or self.mesh):
-                return function(*args)
-
-        return traced
-
-    def finite_outputs(self, params: Params, batch: Batch, completed: int) -> jax.Array:
-        """[S] bool: whether what each sublayer gave, and the streams after it, are finite."""
-
-        def run(params: Params, batch: Batch) -> jax.Array:
-            if self.faults.params is not None:
-                params = self.faults.params(jnp.asarray(completed), params)
-
-            def observe(view: SublayerView) -> dict[str, jax.Array]:
-                streams = view.topology.streams(view.state)
-                return {"finite": jnp.all(jnp.isfinite(view.y)) & jnp.all(jnp.isfinite(streams))}
-
-            decoder = self.definition.bind(params)
-            return decoder.hidden(batch["tokens"], batch["segment_ids"], batch["positions"], observe)[1]["finite"]
-
-        return jit(self._traced(run), self.mesh, out_shardings=replicated(self.mesh))(params, batch)
-
-    def first_nan(self, params: Params, batch: Batch, completed: int) -> tuple[str, nan.Origin] | None:
-        """("forward" or "backward", the first operation of the step's loss or gradient that gives a NaN).
-
-        None where there is none. Batch: as ``step`` takes it. completed: the steps before this one.
-
-        The programs are compiled for this alone, with a check of every operation, and so
-        round differently from the step's. Over several devices the compiler splits them as it likes, since checkify
-        takes no second shard_map: they may hold more than the step does. Attention is the reference implementation,
-        whose operations can be told apart.
-        """
-        attention = dataclasses.replace(self.config.attention, impl="xla")
-        definition = DecoderDefinition(dataclasses.replace(self.config, attention=attention))
-        alone = Mesh(self.mesh.devices.reshape(-1)[:1].reshape((1,) * self.mesh.devices.ndim), self.mesh.axis_names)
-        accumulation = self.config.train.accumulation
-
-        def begin(params: Params) -> Params:
-            return params if self.faults.params is None else self.faults.params(jnp.asarray(completed), params)
-
-        def forward(params: Params, batch: Batch) -> jax.Array:
-            micro = micro_batches(counted(self.config, batch), accumulation)
-            return jax.lax.map(lambda one: loss_parts(definition, begin(params), one).objective, micro)
-
-        def backward(params: Params, batch: Batch) -> Params:
-            return loss_and_gradients(definition, begin(params), batch, accumulation)[1]
-
-        for name, function in (("forward", forward), ("backward", backward)):
-            layouts = (self.layout.params, batch_sharding(self.mesh))
-            program = jit(self._traced(nan.checked(function), alone), self.mesh, in_shardings=layouts)
-            found = nan.origin(program(params, batch))
-            if found is not None:
-                return name, found
-        return None
 
     def init(self, seed: int) -> TrainState:
         """A fresh state, made in its shards: the same weights on any mesh."""

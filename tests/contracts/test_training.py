@@ -22,6 +22,7 @@ from mhc.config import Config
 from mhc.model.decoder import Params, SublayerView
 from mhc.monitor import guard
 from mhc.train.checkpoint import Checkpoints
+from mhc.train.standing import Standing
 from mhc.train.step import LossParts, Trainer, TrainState, loss_and_gradients
 from tests.contracts.cases import Case, Group, every_case, is_fast
 from tests.contracts.test_functional import EQUAL_TO_PLAIN, separation
@@ -130,12 +131,13 @@ def test_a_checkpoint_gives_the_state_back(case: Case, tmp_path: Path) -> None:
     many, one = trainer_of(case.group, TOGETHER), trainer_of(case.group, Variant({}))
     state, _ = one_step(case, TOGETHER)
     checkpoints = Checkpoints(tmp_path, many.config.checkpoint)
-    checkpoints.save(1, state, {"data": 3}, many.config)
+    standing = Standing(step=1, tokens=5, data={"position": 3})
+    checkpoints.save(state, standing, many.config)
     checkpoints.wait()
     assert checkpoints.latest() == 1
     for made in (many, one):
-        restored, host = checkpoints.restore(1, made.abstract, made.layout)
-        assert host == {"data": 3}
+        restored, found = checkpoints.restore(1, made.abstract, made.layout)
+        assert found == standing
         assert_identical(restored, state, f"{len(made.mesh.devices.flat)} devices")
         for leaf, layout in zip(jax.tree.leaves(restored), jax.tree.leaves(made.layout), strict=True):
             assert leaf.sharding.is_equivalent_to(layout, leaf.ndim)

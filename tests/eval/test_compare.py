@@ -99,11 +99,11 @@ def install_checkpoints(monkeypatch: pytest.MonkeyPatch, error: float = 0.0, ste
         )
         return {key: (1 + error) * np.asarray(probe(settings, loaded.step)[key]) for key in GAINS}
 
-    checkpoint, probes = types.ModuleType("mhc.train.checkpoint"), types.ModuleType("mhc.monitor.probes")
+    checkpoint, probes = types.ModuleType("mhc.train.checkpoint"), types.ModuleType("mhc.eval.compare.probe_again")
     checkpoint.load_run, probes.probe_run = load_run, probe_run  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "mhc.train", types.ModuleType("mhc.train"))
     monkeypatch.setitem(sys.modules, "mhc.train.checkpoint", checkpoint)
-    monkeypatch.setitem(sys.modules, "mhc.monitor.probes", probes)
+    monkeypatch.setitem(sys.modules, "mhc.eval.compare.probe_again", probes)
 
 
 @pytest.fixture(scope="module")

@@ -30,6 +30,7 @@ from mhc.eval.generate import __main__ as generate
 from mhc.model.decoder import Params
 from mhc.model.sampling import Sampling, sample, token_keys
 from mhc.train.checkpoint import Checkpoints
+from mhc.train.standing import Standing
 from mhc.train.step import TrainState
 from tests.small import definition, random_params, small
 
@@ -338,7 +339,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     zero: Any = jnp.zeros((), jnp.int32)
     for step in (3, 7):
         state = TrainState(zero, random_params(config, seed=step), zero, zero, zero, zero)
-        checkpoints.save(step, state, {}, config)
+        checkpoints.save(state, Standing(step), config)
     checkpoints.close()
     return folder
 

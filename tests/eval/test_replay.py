@@ -21,6 +21,7 @@ from mhc.errors import UserError
 from mhc.eval import replay as replays
 from mhc.eval.replay import batches_left_out, change, render
 from mhc.files import read_json, read_jsonl, write_json
+from mhc.train import opened
 from mhc.train import run as runs
 from mhc.train import step as steps
 from mhc.train.checkpoint import committed_steps
@@ -34,7 +35,7 @@ def _one_device() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(replays, "replay", replay)
         cached = functools.cache(steps.Trainer)
-        for module in (runs, steps):
+        for module in (opened, steps):
             patch.setattr(module, "Trainer", cached)
         yield
 

@@ -11,9 +11,12 @@ from typing import Any
 import pytest
 
 from mhc import cli, full_disk
+from mhc.config import Config
 from mhc.monitor.train_log import TrainLog
 from mhc.train.checkpoint import Checkpoints, committed_steps
 from mhc.train.record import Record
+from mhc.train.standing import Standing
+from mhc.train.step import TrainState
 from tests.small_runs import assert_equal_runs, config, run, small_disk, write_corpus
 
 
@@ -53,11 +56,11 @@ def test_a_full_disk_during_a_checkpoint(
     made = config(corpus, "plain", monitor={"progress_every": 1})
     save, full = Checkpoints.save, contextlib.ExitStack()
 
-    def filling(self: Checkpoints, step: int, *arguments: Any) -> None:
-        if step == at:
+    def filling(self: Checkpoints, state: TrainState, standing: Standing, config: Config) -> None:
+        if standing.step == at:
             self.wait()  # the one before is whole
             full.enter_context(small_disk(1000))
-        save(self, step, *arguments)
+        save(self, state, standing, config)
 
     monkeypatch.setattr(Checkpoints, "save", filling)
     with full:

@@ -16,6 +16,7 @@ import pytest
 from mhc.config import Config, from_config_dict
 from mhc.files import read_jsonl
 from mhc.train.checkpoint import load_run
+from mhc.train.opened import Opened, Pending
 from mhc.train.record import batch_hash
 from mhc.train.run import Run
 from mhc.train.step import Faults
@@ -94,14 +95,15 @@ def tenfold_gradients(step: jax.Array, grads: Any) -> Any:
     return jax.tree.map(lambda leaf: at_fault(step, 100 * leaf, leaf), grads)
 
 
-def opened(cfg: Config, folder: Path, faults: Faults | None = None) -> Run:
+def prepared(cfg: Config, folder: Path, faults: Faults | None = None) -> Run:
     return Run(cfg, folder, faults, devices=jax.devices()[:1])
 
 
-def run(folder: Path, cfg: Config, faults: Faults | None) -> tuple[int, Run, list[dict[str, Any]]]:
-    made = opened(cfg, folder, faults)
+def run(folder: Path, cfg: Config, faults: Faults | None) -> tuple[int, Opened, list[dict[str, Any]]]:
+    made = prepared(cfg, folder, faults)
     code = made.execute()
-    return code, made, read_jsonl(folder / "events.jsonl")
+    assert made.opened is not None
+    return code, made.opened, read_jsonl(folder / "events.jsonl")
 
 
 def alarms(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -198,6 +200,7 @@ def test_rewind_lands_where_it_says_and_stops_after_max_rewinds(tmp_path, corpus
     assert "after 2 rewinds" in str(made.halted)
     rewinds = [event for event in events if event["event"] == "rewind"]
     assert [(event["to"], event["skipped_batches"]) for event in rewinds] == [(5, 3), (5, 6)]
+    assert made.standing.seconds == 0.0  # of earlier processes: the checkpoint's were spent in this one
     steps = [record["step"] for record in read_jsonl(tmp_path / "metrics.jsonl")]
     assert steps == list(range(1, steps[-1] + 1))
 
@@ -225,10 +228,10 @@ def test_rewind_leaves_out_the_stated_batches(tmp_path, corpus):
     seen: dict[str, list[np.ndarray]] = {}
     for name, faults in (("plain", None), ("rewound", Faults(loss=tenfold_loss))):
         guard = {"on_spike": "rewind", "rewind_steps": 4, "skip_batches": 3, "max_rewinds": 1}
-        made = opened(config(corpus, guard=guard), tmp_path / name, faults)
-        made.data = Recording(made.data)  # type: ignore[assignment]
+        made = prepared(config(corpus, guard=guard), tmp_path / name, faults)
+        made.setup.data = Recording(made.setup.data)  # type: ignore[assignment]
         made.execute()
-        seen[name] = [batch["tokens"] for batch in made.data.batches]  # type: ignore[attr-defined]
+        seen[name] = [batch["tokens"] for batch in made.setup.data.batches]  # type: ignore[attr-defined]
     # A probe after every step leaves none in flight: 13 steps, then three batches left out, then step 6 anew.
     rewound, plain = seen["rewound"], seen["plain"]
     np.testing.assert_array_equal(rewound[AT + 1], plain[5])
@@ -245,13 +248,13 @@ def test_a_bad_batch_is_found_and_named(tmp_path, corpus):
 
     # Twelve steps from the start the history is wide: a fivefold loss lies 5.8 of its standard deviations above it.
     cfg = config(corpus, train={"steps": AT + 1}, optimizer={"lr": 3e-2}, monitor={"zscore_threshold": 5.0})
-    made = opened(cfg, tmp_path)
-    made.data = Recording(made.data, spoil)  # type: ignore[assignment]
+    made = prepared(cfg, tmp_path)
+    made.setup.data = Recording(made.setup.data, spoil)  # type: ignore[assignment]
     made.execute()
     (alarm,) = alarms(read_jsonl(tmp_path / "events.jsonl"))
     assert (alarm["cause"], alarm["flagged"]) == ("gradient_explosion", ["loss", "grad_norm"])
     assert alarm["loss"] > 4 * alarm["history"]["loss"][-2]
-    assert alarm["batch"]["hash"] == batch_hash(made.data.batches[AT])  # type: ignore[attr-defined]
+    assert alarm["batch"]["hash"] == batch_hash(made.setup.data.batches[AT])  # type: ignore[attr-defined]
 
 
 def exploding(step: jax.Array, params: Any) -> Any:
@@ -272,17 +275,17 @@ def collapsing(step: jax.Array, params: Any) -> Any:
 
 
 @pytest.mark.long
-def test_a_stream_that_explodes_is_a_signal_explosion(tmp_path, corpus):
+def test_a_stream_that_explodes_is_a_signal_explosion(tmp_path, corpus, monkeypatch):
     """The probe sees the parameters as they are, so the fault is put into them: between steps, not inside one."""
     cfg = config(corpus, "hc", guard={"forward_gain": 20.0, "on_nonfinite": "skip"})
-    made = opened(cfg, tmp_path)
-    original = made._log
+    made = prepared(cfg, tmp_path)
+    original = Opened.log
 
-    def log(of: Any, **due: Any) -> Any:
-        made.state = made.state._replace(params=jax.jit(exploding)(of.step, made.state.params))
-        return original(of, **due)
+    def log(run: Opened, pending: Pending, **due: bool) -> Any:
+        run.state = run.state._replace(params=jax.jit(exploding)(pending.step, run.state.params))
+        return original(run, pending, **due)
 
-    made._log = log  # type: ignore[method-assign, assignment]
+    monkeypatch.setattr(Opened, "log", log)
     made.execute()
     events = read_jsonl(tmp_path / "events.jsonl")
     crossed = [event for event in events if event["event"] == "monitor" and event["monitor"] == "forward_gain"]
@@ -294,17 +297,17 @@ def test_a_stream_that_explodes_is_a_signal_explosion(tmp_path, corpus):
 
 
 @pytest.mark.long
-def test_a_representation_in_one_direction_is_a_collapse(tmp_path, corpus):
+def test_a_representation_in_one_direction_is_a_collapse(tmp_path, corpus, monkeypatch):
     cfg = config(corpus, "plain", guard={"residual_rms": 1e6, "attention_logit": 1e6})
     cfg = dataclasses.replace(cfg, monitor=dataclasses.replace(cfg.monitor, zscore_threshold=4.0))
-    made = opened(cfg, tmp_path)
-    original = made._log
+    made = prepared(cfg, tmp_path)
+    original = Opened.log
 
-    def log(of: Any, **due: Any) -> Any:
-        made.state = made.state._replace(params=jax.jit(collapsing)(of.step, made.state.params))
-        return original(of, **due)
+    def log(run: Opened, pending: Pending, **due: bool) -> Any:
+        run.state = run.state._replace(params=jax.jit(collapsing)(pending.step, run.state.params))
+        return original(run, pending, **due)
 
-    made._log = log  # type: ignore[method-assign, assignment]
+    monkeypatch.setattr(Opened, "log", log)
     made.execute()
     events = read_jsonl(tmp_path / "events.jsonl")
     assert any(event["event"] == "monitor" and event["monitor"] == "representation_rank" for event in events)
@@ -315,22 +318,23 @@ def test_a_representation_in_one_direction_is_a_collapse(tmp_path, corpus):
 
 @pytest.mark.long
 @pytest.mark.parametrize("action", ["log", "skip"])
-def test_events_of_a_resumed_run_equal_those_of_an_undisturbed_one(action, tmp_path, corpus):
+def test_events_of_a_resumed_run_equal_those_of_an_undisturbed_one(action, tmp_path, corpus, monkeypatch):
     """The windows of ``log`` are read off the record again, those of ``skip`` come with the checkpoint."""
     cfg = config(corpus, guard={"on_spike": action})
     faults = Faults(gradients=tenfold_gradients)
     _, _, undisturbed = run(tmp_path / "a", cfg, faults)
-    made = opened(cfg, tmp_path / "b", faults)
-    write = made._log
+    made = prepared(cfg, tmp_path / "b", faults)
+    original = Opened.log
 
-    def crash(of: Any, **due: Any) -> Any:
-        if of.step == AT - 1:
+    def crash(run: Opened, pending: Pending, **due: bool) -> Any:
+        if pending.step == AT - 1:
             raise RuntimeError("crash")
-        return write(of, **due)
+        return original(run, pending, **due)
 
-    made._log = crash  # type: ignore[method-assign, assignment]
-    with pytest.raises(RuntimeError, match="crash"):
-        made.execute()
+    with monkeypatch.context() as patch:
+        patch.setattr(Opened, "log", crash)
+        with pytest.raises(RuntimeError, match="crash"):
+            made.execute()
     _, _, resumed = run(tmp_path / "b", cfg, faults)
 
     def comparable(events: list[dict[str, Any]]) -> list[dict[str, Any]]:

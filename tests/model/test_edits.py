@@ -139,7 +139,7 @@ def test_neutral_edits_change_no_bit_and_layers_have_their_own(dtype):
     y, heads = (jnp.asarray(rng.standard_normal((2, 3, *shape)), dtype) for shape in ((16,), (2, 8)))
     np.testing.assert_array_equal(edits.output(y, 1), y)
     np.testing.assert_array_equal(edits.heads(heads), heads)
-    some = Edits(output_scale=jnp.arange(6.0).reshape(3, 2)).of(1, 2)
+    some = Edits(output_scale=jnp.arange(6.0).reshape(3, 2)).blocks(1, 2)
     np.testing.assert_array_equal(some.output_scale, [[2, 3], [4, 5]])
     assert some.head_scale is None
     none = Edits(state_patch=jnp.zeros((2, 3), bool))

@@ -14,6 +14,7 @@ from mhc import kinds
 from mhc.config import Config
 from mhc.monitor import nan
 from mhc.sharding import put_batch
+from mhc.train.diagnose import first_nan
 from mhc.train.optimizer import map_paths
 from tests.small import initial, packed, small, trainer
 
@@ -93,14 +94,14 @@ def test_infinities_are_not_nan():
 
 
 def of_step(config: Config, devices: int = 1, huge: tuple[str, ...] = ()) -> tuple[str, nan.Origin] | None:
-    """`Trainer.first_nan` at initial weights, those of the second block whose paths end in ``huge`` replaced."""
+    """`first_nan` at initial weights, those of the second block whose paths end in ``huge`` replaced."""
     made = trainer(config, devices)
 
     def overflowing(path: str, leaf: jax.Array) -> jax.Array:
         return leaf.at[1].set(1e38) if path.endswith(huge) else leaf
 
     params = jax.tree.map(jax.device_put, map_paths(overflowing, initial(config)), made.layout.params)
-    return made.first_nan(params, put_batch(packed(8, padding=True), made.mesh), 0)
+    return first_nan(made, params, put_batch(packed(8, padding=True), made.mesh), 0)
 
 
 @pytest.mark.product

@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 from mhc.config import Config
+from mhc.eval.compare.probe_again import transpose_all
 from mhc.model.decoder import DecoderDefinition
-from mhc.monitor.probes import BATCH_FIELDS, compile_probe, transpose_residual_logits
+from mhc.monitor.probes import BATCH_FIELDS, compile_probe
 from mhc.sharding import make_mesh, put_batch
 from mhc.train.step import Trainer
 from tests.small import VOCAB, initial, packed, random_params, relative_error, small
@@ -145,7 +146,7 @@ def test_transposed_logits_give_the_same_maps_under_the_other_preset():
     paper, deepseek = (small("mhc", residual={"sinkhorn": preset}) for preset in ("paper", "deepseek"))
     params, seen = random_params(paper, std=0.2), batch()
     expected = mixing(paper)(params, seen)
-    transposed = mixing(deepseek)(transpose_residual_logits(params, paper), seen)
+    transposed = mixing(deepseek)(transpose_all(params, paper), seen)
     # maps of later sublayers see streams that differ by the error of the earlier ones
     assert relative_error(transposed, expected) <= 1e-4
     assert relative_error(mixing(deepseek)(params, seen), expected) > 0.05

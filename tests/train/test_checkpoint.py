@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from mhc.errors import UserError
-from mhc.train.checkpoint import committed_steps, host_of, load_run
+from mhc.train.checkpoint import committed_steps, load_run, standing_of
 from tests.small_runs import config, run, write_corpus
 
 pytestmark = pytest.mark.usefixtures("compiled_once")
@@ -45,7 +45,7 @@ def test_damage_is_a_line_that_says_how_to_go_on(harm: str, made: Path, tmp_path
         if content is not None:
             (copy / file).write_bytes(content)
         try:
-            load_run(copy), host_of(copy, 12)
+            load_run(copy), standing_of(copy, 12)
         except UserError as error:
             refused += 1
             said = str(error)

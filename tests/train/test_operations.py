@@ -18,7 +18,7 @@ from mhc.data.rows import encoding
 from mhc.data.tokenizers import load
 from mhc.files import read_json, read_jsonl
 from mhc.monitor.phases import STALLED
-from mhc.train import run as runs
+from mhc.monitor.progress import Progress
 from mhc.train.record import Record
 from tests.small_runs import assert_equal_runs, config, run, tiny
 
@@ -90,6 +90,15 @@ def test_steps_that_a_crash_undid_are_time_without_progress(corpus, reference, t
     assert sum("resuming after step 4" in line for line in log) == 1 and log[-1].split(" ")[1] == "finished"
 
 
+def test_the_first_line_says_what_runs(corpus, reference):
+    summary = read_json(reference / "summary.json")
+    first = (reference / "train.log").read_text().splitlines()[0].partition(" ")[2]
+    assert first == (
+        f"{reference}: {summary['params']:,} parameters, corpus {corpus}, tokeniser bytes, 128 tokens a step, 1 × cpu, "
+        "float32"
+    )
+
+
 def test_an_update_left_out_is_no_progress(corpus, tmp_path):
     made = config(corpus, "plain")
     fields: dict[str, Any] = {"tokens": 0, "seconds": 2.0, "mfu": None, "sources": {}, "validation": None}
@@ -104,12 +113,12 @@ def test_an_update_left_out_is_no_progress(corpus, tmp_path):
         record.step(step, given, spent=spent, **fields)
         return float(read_jsonl(tmp_path / "metrics.jsonl")[-1]["goodput"])
 
-    record = Record(tmp_path, made, -1, runs.Progress(9, every=0))
+    record = Record(tmp_path, made, -1, Progress(9, every=0))
     assert line(record, 1, 0, 3.0) == 1.5 / 3.0
     assert line(record, 2, 1, 6.0) == 1.5 / 6.0  # left out
     assert line(record, 3, 1, 9.0) == 3.0 / 9.0
     record.close()
-    again = Record(tmp_path, made, 3, runs.Progress(9, every=0))
+    again = Record(tmp_path, made, 3, Progress(9, every=0))
     assert line(again, 4, 1, 12.0) == 4.5 / 12.0
     again.close()
 
@@ -178,14 +187,15 @@ def test_a_run_that_hangs_is_ended_where_that_is_wanted(corpus, reference, tmp_p
     fields = tiny(corpus, "plain", watchdog={"seconds": 1.0, "compile_seconds": 60.0, "abort": True})
     program = (
         "import sys, time; from pathlib import Path; from mhc.train import run as runs\n"
+        "from mhc.train.opened import Opened\n"
         "from mhc.config import from_config_dict\n"
-        "real = runs.Run._validate\n"
+        "real = Opened.validate\n"
         "def hang(self):\n"
-        "    if self.step == 12:\n"
+        "    if self.standing.step == 12:\n"
         "        with self.phases('validation'):\n"
         "            time.sleep(600)\n"
         "    return real(self)\n"
-        "runs.Run._validate = hang\n"
+        "Opened.validate = hang\n"
         f"sys.exit(runs.run(from_config_dict({fields!r}), {str(tmp_path / 'run')!r}))\n"
     )
     flags = os.environ["XLA_FLAGS"].replace("device_count=8", "device_count=1")

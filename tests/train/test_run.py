@@ -19,13 +19,16 @@ from mhc.config import Config
 from mhc.data import pipeline
 from mhc.data.tokenizers import load
 from mhc.errors import UserError
+from mhc.eval.compare.probe_again import probe_run
 from mhc.files import read_json, read_jsonl
-from mhc.monitor import probes
 from mhc.run_folder import lock
 from mhc.sharding import make_mesh, put_batch
+from mhc.train import opened, plan
 from mhc.train import run as runs
 from mhc.train.checkpoint import Checkpoints, committed_steps, load_run
+from mhc.train.opened import Opened
 from mhc.train.record import Record
+from mhc.train.setup import Setup
 from mhc.train.step import Trainer
 from tests.small import assert_identical
 from tests.small_runs import assert_equal_runs, config, final_state, lines, resolved, run, snapshot, write_corpus
@@ -101,7 +104,7 @@ def test_gains_of_the_checkpoints_equal_the_logged_ones(reference):
         logged = [record for record in read_jsonl(reference / "probes.jsonl") if record["step"] == step]
         if not logged:
             continue
-        measured = probes.probe_run(load_run(reference, step))
+        measured = probe_run(load_run(reference, step))
         for key in measured:
             if key.startswith("gain/"):
                 np.testing.assert_allclose(measured[key], logged[0][key], rtol=1e-6, err_msg=key)
@@ -114,7 +117,7 @@ def test_the_restored_model_has_the_saved_loss(reference):
     step, state, _ = final_state(reference)
     logged = [record for record in read_jsonl(reference / "metrics.jsonl") if record["step"] == step]
     stored = resolved(config(made["data"]["source"]))
-    trainer = runs.Trainer(stored, make_mesh(stored.mesh, jax.devices()[:1]))
+    trainer = Trainer(stored, make_mesh(stored.mesh, jax.devices()[:1]))
     parts = [
         jax.device_get(trainer.validate(state.params, put_batch(batch, trainer.mesh)))
         for batch in pipeline.validation_batches(stored.data, load("bytes"), batch_size=8, count=16, spread=True)
@@ -179,8 +182,8 @@ def test_a_signal_at_any_moment_loses_nothing(moment, corpus, reference, tmp_pat
     """While the run validates or probes, and while a checkpoint is being written behind it."""
     folder, saving = tmp_path / "run", []
     owner, name, at = {
-        "validation": (runs.Run, "_validate", 6),
-        "probe": (runs.Run, "_probe", 3),
+        "validation": (Opened, "validate", 6),
+        "probe": (Opened, "measure", 3),
         "asynchronous save": (Checkpoints, "save", 4),
         "last save": (Checkpoints, "save", 12),
     }[moment]
@@ -188,7 +191,7 @@ def test_a_signal_at_any_moment_loses_nothing(moment, corpus, reference, tmp_pat
 
     def signalled(self: Any, *args: Any) -> Any:
         given = original(self, *args)
-        if (args[0] if owner is Checkpoints else self.step) == at:
+        if (args[1] if owner is Checkpoints else self.standing).step == at:
             saving.append(owner is Checkpoints and self._manager.is_saving_in_progress())
             os.kill(os.getpid(), signal.SIGTERM)
         return given
@@ -206,14 +209,14 @@ def test_a_signal_at_any_moment_loses_nothing(moment, corpus, reference, tmp_pat
 
 
 def test_a_signal_before_the_first_step_is_heard(corpus, reference, tmp_path, monkeypatch):
-    folder, restore = tmp_path / "run", runs.Run._restore
+    folder, restore = tmp_path / "run", opened.restored
 
-    def restore_and_signal(self: Any, step: int | None) -> None:
+    def restore_and_signal(*arguments: Any) -> Any:
         os.kill(os.getpid(), signal.SIGTERM)
-        restore(self, step)
+        return restore(*arguments)
 
     with monkeypatch.context() as patch:
-        patch.setattr(runs.Run, "_restore", restore_and_signal)
+        patch.setattr(opened, "restored", restore_and_signal)
         assert run(config(corpus), folder) == 0
     assert read_json(folder / "summary.json")["exit_reason"] == "stopped"
     assert run(config(corpus), folder) == 0
@@ -231,7 +234,7 @@ def test_batches_go_on_where_they_stopped(corpus, tmp_path, monkeypatch):
             seen.append(batch["tokens"].copy())
         return put(batch, mesh)
 
-    monkeypatch.setattr(runs.Run, "_validate", lambda self: {"val_loss": 0.0, "val_bits_per_byte": 0.0})
+    monkeypatch.setattr(Opened, "validate", lambda self: {"val_loss": 0.0, "val_bits_per_byte": 0.0})
     monkeypatch.setattr(runs, "put_batch", recorded)
     interrupted(made, tmp_path / "run", 7)
     taken = len(seen)
@@ -288,7 +291,7 @@ def test_more_steps_go_on_from_the_end(corpus, reference, tmp_path):
     folder = tmp_path / "run"
     assert run(config(corpus, train={"steps": 8}), folder) == 0
     with pytest.MonkeyPatch.context() as patch:  # it dies between the last checkpoint and the summary
-        patch.setattr(runs.Run, "_finish", lambda self: 1 / 0)
+        patch.setattr(runs.Run, "_finish", lambda self, run, log: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             run(config(corpus), folder)
     assert committed_steps(folder)[-1] == 12 and read_json(folder / "summary.json")["steps"] == 8
@@ -370,7 +373,7 @@ def test_a_run_keeps_the_history_that_it_began_with(stored: int, corpus: str, fi
     written = read_json(finished / "config.json")
     written["monitor"]["zscore_min_history"] = stored
     (finished / "config.json").write_text(json.dumps(written))
-    made = runs.Run(config(corpus, train={"steps": 400}), finished, devices=jax.devices()[:1])
+    made = Setup(config(corpus, train={"steps": 400}), finished, devices=jax.devices()[:1])
     made.data.close()
     assert made.config.monitor.zscore_min_history == stored
     assert "monitor.zscore_min_history" not in made.changes and "train.steps" in made.changes
@@ -418,7 +421,7 @@ def test_a_folder_has_one_process_at_a_time(corpus, finished):
 
 def test_dry_run_counts_without_allocating(corpus, monkeypatch):
     monkeypatch.setattr(Trainer, "init", lambda *_: pytest.fail("allocated"))
-    described = runs.dry_run(config(corpus, mesh={"fsdp": 2}))
+    described = plan.dry_run(config(corpus, mesh={"fsdp": 2}))
     json.dumps(described)
     groups = described["params"]["by_group"]
     assert sum(groups.values()) == described["params"]["total"]

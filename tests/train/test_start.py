@@ -15,9 +15,10 @@ import pytest
 from mhc.config import from_config_dict, resolve
 from mhc.errors import UserError
 from mhc.eval import replay
-from mhc.train import run as runs
 from mhc.train import start
-from mhc.train.checkpoint import committed_steps, host_of, load_run
+from mhc.train.checkpoint import committed_steps, load_run, standing_of
+from mhc.train.setup import Setup
+from mhc.train.standing import Standing
 from mhc.train.step import Trainer
 from tests import small_runs
 from tests.interop.models import run_of
@@ -54,11 +55,11 @@ def config(corpus: str, kind: str, **groups: dict[str, Any]) -> Any:
     return from_config_dict(base)
 
 
-def opened(made: Any, folder: Path) -> runs.Run:
-    """A run, checked and not begun."""
-    run = runs.Run(made, folder, devices=jax.devices()[:1])
-    run.data.close()
-    return run
+def opened(made: Any, folder: Path) -> Setup:
+    """What a run works on, checked; the run is not begun."""
+    setup = Setup(made, folder, devices=jax.devices()[:1])
+    setup.data.close()
+    return setup
 
 
 UPCYCLED = [
@@ -335,11 +336,11 @@ def test_what_may_not_be_meant_is_said(corpus: str, stable: Path, tmp_path: Path
 
 def test_without_its_place_a_branch_reads_the_data_from_the_start(corpus: str, stable: Path, tmp_path: Path) -> None:
     def place(made: Any) -> Any:
-        run = runs.Run(made, tmp_path / "x", devices=jax.devices()[:1])
-        with contextlib.closing(run.data):
-            return run.data.get_state()
+        setup = Setup(made, tmp_path / "x", devices=jax.devices()[:1])
+        with contextlib.closing(setup.data):
+            return setup.data.get_state()
 
-    there = host_of(stable, 2)["data"]
+    there = standing_of(stable, 2).data
     first = place(config(corpus, "plain", **STABLE))
     assert first != there
     assert place(with_source(config(corpus, "plain", **STABLE, train=BRANCH), stable)) == there
@@ -391,11 +392,12 @@ def test_a_place_in_other_data_is_refused(
 def test_a_place_saved_before_it_had_the_share_held_out_is_compared_by_the_config(
     corpus: str, stable: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def old(run: Any, step: int) -> dict[str, Any]:
-        host = host_of(run, step)
-        return {**host, "data": {key: value for key, value in host["data"].items() if key != "holdout"}}
+    def old(run: Any, step: int) -> Standing:
+        standing = standing_of(run, step)
+        assert standing.data is not None
+        return dataclasses.replace(standing, data={k: v for k, v in standing.data.items() if k != "holdout"})
 
-    monkeypatch.setattr(start, "host_of", old)
+    monkeypatch.setattr(start, "standing_of", old)
     train: dict[str, Any] = {"init_from": f"{stable}@2", "init_data": True}
     opened(config(corpus, "plain", **{**STABLE, "train": train}), tmp_path / "x")
     with pytest.raises(UserError, match=r"another data\.holdout; .*, now 0\.4\)"):

@@ -33,7 +33,10 @@ _OWN = ("source", "tokenizer", "field", "sequence_length", "holdout", "cache_dir
 def main(arguments: Sequence[str]) -> int:
     """The program: arguments without its name; returns the exit code."""
     defaults = DataConfig()
-    parser = cli.Parser(prog="python -m mhc.data.prepare", description=room.__doc__.splitlines()[0])
+    parser = cli.Parser(
+        description=room.__doc__.splitlines()[0],
+        example="{prog} --source 'text:corpus/*.jsonl' --tokenizer tokenizer.json --out prepared/corpus",
+    )
     parser.add_argument(
         "--source", required=True, help="text:<glob>: .txt, .jsonl (also .gz, .zst) or .parquet; or gs://"
     )
@@ -53,7 +56,7 @@ def main(arguments: Sequence[str]) -> int:
     options: argparse.Namespace = parser.parse_args(arguments)
     if options.workers is not None and options.workers < 1:
         raise UserError(f"--workers: given {options.workers}, allowed: 1 or more")
-    with cli.interrupted_by_sigterm(), cli.own_names(_OWN):
+    with cli.interrupted_by_sigterm(), cli.naming_options(_OWN):
         manifest = prepare(
             options.source,
             options.out,

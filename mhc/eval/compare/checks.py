@@ -57,6 +57,13 @@ def check_records(records: Sequence[Mapping[str, Any]], file: Path) -> None:
                 )
 
 
+def check_numbers(rows: Sequence[tuple[int, Any]], name: str, file: Path) -> None:
+    """Raise UserError where one of (step, value) has an array, or several values by name, in place of a number."""
+    for step, value in rows:
+        if isinstance(value, list | Mapping):
+            raise UserError(f"{file}: step {step}: {name}: given {_shown(value)}, allowed: a number")
+
+
 # What an event holds beside its step, by name.
 _EVENT_FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "event": (lambda value: isinstance(value, str), "a text"),

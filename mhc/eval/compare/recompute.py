@@ -35,7 +35,7 @@ class Recomputed:
 
 def recompute(arm: Arm) -> Recomputed:
     """Load the arm's last checkpoint, probe it, and compare with the probe that the run logged at that step."""
-    from mhc.monitor.probes import probe_run  # both compile models: only where a recomputation is asked for
+    from mhc.eval.compare.probe_again import probe_run  # both load jax: only where a recomputation is asked for
     from mhc.train.checkpoint import load_run
 
     try:

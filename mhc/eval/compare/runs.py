@@ -120,8 +120,13 @@ class Arm:
         ]
 
     def column(self, key: str) -> tuple[Floats, Floats]:
-        """(steps, values) of the metrics records that hold ``key``; both float64[n]."""
+        """Return (steps, values) of the metrics records that hold ``key``; both float64[n].
+
+        Raises:
+            UserError: a value is no number.
+        """
         rows = [(row["step"], row[key]) for row in self.metrics if key in row and row[key] is not None]
+        checks.check_numbers(rows, key, self.path / "metrics.jsonl")
         array = np.array(rows, np.float64).reshape(-1, 2)
         return array[:, 0], array[:, 1]
 

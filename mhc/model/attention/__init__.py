@@ -1,9 +1,9 @@
-"""Self-attention, with and without a cache.
+"""Run self-attention, with and without a cache.
 
-Two kinds of heads share everything but their projections: ``HeadAttention`` (multi-head, grouped-query, multi-query)
-and ``LatentAttention`` (MLA). ``Tokenwise`` is the control that sees no other token. Each call takes a context with
-what all layers share, such as positions, segments, masks and rotary frequencies: an ``AttentionContext`` over whole
-rows, a ``CacheContext`` with a cache.
+The two kinds of heads, ``HeadAttention`` (multi-head, grouped-query, multi-query) and ``LatentAttention`` (MLA), differ
+in their projections alone. Each call takes a context, which holds what all layers share: positions, segments, masks and
+rotary frequencies. It is an ``AttentionContext`` over whole rows and a ``CacheContext`` where a cache holds the past.
+``Tokenwise`` stands in their place in a control: no token of it sees another.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What every kind of attention heads shares: the sublayer around its queries, keys and values."""
+"""Define what all kinds of heads share: everything around their queries, keys and values."""
 
 from __future__ import annotations
 
@@ -26,42 +26,41 @@ Cache = dict[str, jax.Array]
 
 
 class Attention(nnx.Module):
-    """What both kinds of heads share: ``project`` gives them their queries, keys and values."""
+    """Runs attention over what ``project`` gives, which each kind of heads says for itself."""
 
     def __init__(self, config: Config, *, key: PathKey):
         self.config = config
         self.scale = config.attention.scale or 1.0 / math.sqrt(config.head_dim + config.rope_dim)
         self.softcap = config.attention.softcap
-        made = links(config, key / "links")
-        self.link_names = tuple(made)
-        if made:
-            self.links = nnx.Dict(**made)
+        between_layers = links(config, key / "links")
+        self.link_names = tuple(between_layers)
+        if between_layers:
+            self.links = nnx.Dict(**between_layers)
 
     def project(
         self, x: jax.Array, positions: jax.Array, frequencies: tuple[jax.Array, float] | None
     ) -> tuple[Float[Array, "B T H K"], Float[Array, "B T G K"], Float[Array, "B T G J"]]:
-        """Queries and keys, rotated, and values."""
+        """Return queries and keys, rotated if ``frequencies`` are given, and values."""
         raise NotImplementedError
 
     def join(self, y: Float[Array, "B T H J"]) -> Float[Array, "B T D"]:
-        """The heads' results, projected to the stream."""
+        """Return the heads' results, projected to the model's width."""
         raise NotImplementedError
 
     def empty_cache(self, batch: int, slots: int, dtype: jnp.dtype) -> Cache:
-        """Zeros for a layer's cache."""
+        """Return one layer's cache, all zeros."""
         raise NotImplementedError
 
     def extend(
         self, x: Float[Array, "B T D"], context: CacheContext, cache: Cache, memory: Memory
     ) -> tuple[jax.Array, Cache, Memory]:
-        """Return (result, cache with the new tokens, memory): attention of T new tokens a row over the cache and
-        themselves."""
+        """Attend from T new tokens a row to the cache and themselves; return (output, cache with them, memory)."""
         raise NotImplementedError
 
     def recall(
         self, x: jax.Array, positions: jax.Array, frequencies: tuple[jax.Array, float] | None, memory: Memory
     ) -> tuple[jax.Array, jax.Array, jax.Array, Memory]:
-        """Return queries, keys and values as the links to other layers leave them, and the memory for the next one."""
+        """Return queries, keys and values after the links to other layers, and the memory for the next layer."""
         q, k, v = self.project(x, positions, frequencies)
         for name in self.link_names:
             q, k, v, memory = self.links[name](q, k, v, memory)
@@ -73,8 +72,8 @@ class Attention(nnx.Module):
     def scores(
         self, x: Float[Array, "B T D"], context: AttentionContext, memory: Memory | None = None
     ) -> Float[Array, "B H T U"]:
-        """Return attention logits in float32, capped and biased; -inf where a query does not see the key."""
-        if context.full is None:  # an implementation that makes its own masks
+        """Return attention logits in float32, with cap and bias; -inf where a query does not see the key."""
+        if context.full is None:  # the implementation makes its own masks
             context = with_masks(context, self.config, jnp.arange(x.shape[1], dtype=jnp.int32)[None], None)
         q, k, _, _ = self.recall(x, context.positions, context.frequencies, memory or {})
         k = jnp.repeat(k, q.shape[2] // k.shape[2], axis=2)
@@ -86,8 +85,7 @@ class Attention(nnx.Module):
     def statistics(
         self, x: Float[Array, "B T D"], context: AttentionContext, memory: Memory | None = None
     ) -> tuple[Float[Array, ""], Float[Array, "B H T"]]:
-        """Return (largest attention logit of a visible pair, entropy in nats of each query's weights), for the
-        probes."""
+        """Return (largest logit of a visible pair, entropy in nats of each query's weights), for the probes."""
         scores = self.scores(x, context, memory)
         log_weights = jax.nn.log_softmax(scores, axis=-1)
         weights = jnp.exp(log_weights)
@@ -99,7 +97,7 @@ class Attention(nnx.Module):
         context: AttentionContext,
         change: Callable[[Float[Array, "B T H J"]], Float[Array, "B T H J"]] | None = None,
     ) -> Float[Array, "B T D"]:
-        """Return the sublayer's output, of a model whose layers hand each other nothing; see ``remembering``."""
+        """Return the output, in a model whose layers hand each other nothing; see ``remembering``."""
         return self.remembering(x, context, {}, change)[0]
 
     def remembering(
@@ -109,23 +107,25 @@ class Attention(nnx.Module):
         memory: Memory,
         change: Callable[[Float[Array, "B T H J"]], Float[Array, "B T H J"]] | None = None,
     ) -> tuple[Float[Array, "B T D"], Memory]:
-        """Return (the sublayer's output, the memory for the next layer).
+        """Return (output, memory for the next layer).
 
-        ``change`` is given the heads' results and returns what is joined instead.
+        Args:
+          memory: what earlier layers' attention left.
+          change: gets the heads' results and returns what is joined instead.
         """
         y, memory = self._attend(x, context, memory)
         y = kept(y)
         return kept(self.join(y if change is None else change(y))), memory
 
     def _attend(self, x: jax.Array, context: AttentionContext, memory: Memory) -> tuple[jax.Array, Memory]:
-        """Return (the heads' results [B, T, H, J], the memory for the next layer)."""
+        """Return (the heads' results [B, T, H, J], memory for the next layer)."""
         q, k, v, memory = self.recall(x, context.positions, context.frequencies, memory)
         return self._attended(kept(q), kept(k), kept(v), context), memory
 
     def _attended(self, q: jax.Array, k: jax.Array, v: jax.Array, context: AttentionContext) -> jax.Array:
         impl = choose_implementation(self.config)
         if impl == "flash" and context.full is not None:
-            impl = "xla"  # a prefix that the call gave: flash cannot honour it
+            impl = "xla"  # the call gave a prefix, which flash cannot honour
         if impl == "flash":
             window = self.config.attention.window
 

@@ -1,4 +1,4 @@
-"""Which keys a query may see, and what the attention of all layers shares in a pass."""
+"""Decide which keys a query may see, and hold what the attention of all layers shares in one pass."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def positions_of(segment_ids: Int[Array, "B T"]) -> Int[Array, "B T"]:
-    """Positions that restart wherever the segment changes, int32."""
+    """Return positions that start again from 0 wherever the segment changes, int32."""
     index = jnp.arange(segment_ids.shape[1], dtype=jnp.int32)[None]
     before = jnp.pad(segment_ids, ((0, 0), (1, 0)), constant_values=-1)[:, :-1]
     start = jax.lax.cummax(jnp.where(segment_ids != before, index, 0), axis=1)
@@ -31,10 +31,13 @@ def visible(
     window: int | None = None,
     prefix: Int[Array, " b"] | Int[Array, ""] | int | None = None,
 ) -> Bool[Array, "b T U"]:
-    """True where a query at one position may see a key at another, of the same document.
+    """Return True where a query at one position may see a key at another position of the same document.
 
-    It sees itself and the past, of it at most ``window`` positions, its own included; and where both lie within the
-    first ``prefix`` positions, everything.
+    A query sees itself and earlier keys. With ``window`` it sees that many positions at most, itself included. Within
+    the first ``prefix`` positions all tokens see one another.
+
+    Args:
+      prefix: by row, or one for all rows.
     """
     q, k = queries[:, :, None], keys[:, None, :]
     mask = k <= q
@@ -48,24 +51,24 @@ def visible(
 
 @dataclasses.dataclass(frozen=True)
 class AttentionContext:
-    """What every layer's attention shares in a pass over whole rows."""
+    """Holds what every layer's attention shares in a pass over whole rows."""
 
     positions: Int[Array, "B T"]
     segment_ids: Int[Array, "B T"] | None
-    distances: Int[Array, "b T"]  # positions for differences: one row where all rows agree
-    frequencies: tuple[jax.Array, float] | None  # rotary
-    table: Float[Array, "buckets H"] | None  # relative_bias
-    full: Bool[Array, "b T U"] | None  # masks; None where the implementation makes its own
-    windowed: Bool[Array, "b T U"] | None
-    local: bool | jax.Array = False  # whether the layer at hand sees a window only; traced where layers are scanned
+    distances: Int[Array, "b T"]  # positions to take differences of; b is 1 where all rows agree
+    frequencies: tuple[jax.Array, float] | None  # of rotary positions
+    table: Float[Array, "buckets H"] | None  # the biases of relative_bias
+    full: Bool[Array, "b T U"] | None  # mask without a window; None where the implementation makes its own masks
+    windowed: Bool[Array, "b T U"] | None  # mask with the window
+    local: bool | jax.Array = False  # whether the current layer sees a window only; traced where layers are scanned
 
     def at(self, local: bool | jax.Array) -> AttentionContext:
-        """As the layer sees it."""
+        """Return this context for one layer, which sees only the window if ``local``."""
         return dataclasses.replace(self, local=local)
 
     @property
     def mask(self) -> Bool[Array, "b T U"]:
-        """Of the layer at hand."""
+        """Return the current layer's mask."""
         assert self.full is not None
         if self.local is False or self.windowed is None:
             return self.full
@@ -80,8 +83,15 @@ def attention_context(
     prefix: jax.Array | int | None = None,
     table: jax.Array | None = None,
 ) -> AttentionContext:
-    """The context of rows [B, T]. ``segment_ids`` keeps packed documents apart, and tokens from padding, which has id 0
-    on either side; ``positions`` default to those within each segment. ``prefix`` defaults to attention.prefix."""
+    """Return the context of rows [B, T].
+
+    Args:
+      shape: (B, T).
+      segment_ids: [B, T] numbers that keep packed documents apart; padding has id 0. None: one document a row.
+      positions: [B, T]; by default those within each document.
+      prefix: how many first positions of a document see one another; by default ``attention.prefix``.
+      table: the learned biases [buckets, H] of ``relative_bias``.
+    """
     index = jnp.arange(shape[1], dtype=jnp.int32)[None]
     distances = index
     if positions is not None:
@@ -110,6 +120,7 @@ def attention_context(
 def with_masks(
     context: AttentionContext, config: Config, index: Int[Array, "1 T"], prefix: jax.Array | int | None
 ) -> AttentionContext:
+    """Return the context with its masks, for an implementation that takes them."""
     positions, segment_ids = context.positions, context.segment_ids
 
     def mask(window: int | None) -> jax.Array:
@@ -126,18 +137,18 @@ def with_masks(
 
 @dataclasses.dataclass(frozen=True)
 class CacheContext:
-    """What every layer of one kind (windowed or not) shares when T tokens a row are added to a cache of U slots."""
+    """Holds what all layers of one sort (windowed, or not) share when T tokens a row join a cache of U slots."""
 
     positions: Int[Array, "B T"]  # of the new tokens
-    slots: Int[Array, "B T"]  # where they go; U for one that is not kept
-    key_positions: Int[Array, "B K"]  # of what is attended: the slots after writing, or the slots before and the tokens
+    slots: Int[Array, "B T"]  # where the new tokens go; U for a token that is not kept
+    key_positions: Int[Array, "B K"]  # of the attended keys: the slots after writing, or those before it and the tokens
     mask: Bool[Array, "B T K"]
     in_place: bool  # whether the slots after writing hold all that is attended
     frequencies: tuple[jax.Array, float] | None
     table: jax.Array | None
 
     def store(self, slots: jax.Array, new: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """(slots [B, U, ...] with ``new`` [B, T, ...] in its places, what is to be attended)."""
+        """Return (slots [B, U, ...] with ``new`` [B, T, ...] written to its places, what is attended)."""
         rows = jnp.arange(new.shape[0])[:, None]
         written = slots.at[rows, self.slots].set(new.astype(slots.dtype), mode="drop")
         return written, written if self.in_place else jnp.concatenate([slots, new.astype(slots.dtype)], axis=1)

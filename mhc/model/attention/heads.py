@@ -1,4 +1,4 @@
-"""Multi-head, grouped-query and multi-query attention."""
+"""Define multi-head, grouped-query and multi-query attention."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ from mhc.rng import PathKey
 
 
 class HeadAttention(Attention):
-    """Multi-head, grouped-query or multi-query attention.
+    """Runs multi-head attention: grouped-query where G < H, multi-query where G is 1.
 
-    Parameters: query [D, H, K], key and value [D, G, K], out [H, K, D]; with attention.bias those four with _bias, [H,
-    K], [G, K], [G, K], [D]; with attention.qk_norm query_norm/scale and key_norm/scale [K].
+    Parameters: query [D, H, K], key and value [D, G, K], out [H, K, D]. With ``attention.bias`` also query_bias [H, K],
+    key_bias and value_bias [G, K] and out_bias [D]. With ``attention.qk_norm`` also query_norm/scale and
+    key_norm/scale [K].
     """
 
     def __init__(self, config: Config, *, key: PathKey):

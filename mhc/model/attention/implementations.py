@@ -1,4 +1,4 @@
-"""Three implementations of attention over given queries, keys and values, and the choice among them.
+"""Compute attention over given queries, keys and values: three implementations, and the choice among them.
 
 ``xla`` is the reference. ``sdpa`` is JAX's own function, which is cuDNN's flash attention on a GPU. ``flash`` is JAX's
 splash attention, a kernel for TPUs.
@@ -36,7 +36,15 @@ def attend_xla(
     bias: Float[Array, "b H T U"] | None = None,
     softcap: float | None = None,
 ) -> Float[Array, "B T H J"]:
-    """The reference: logits and softmax in float32; query head h reads key-value head h // (H / G)."""
+    """Return the heads' results in plain XLA, the reference: logits and softmax are float32.
+
+    Query head h reads key-value head h // (H / G).
+
+    Args:
+      scale: factor of the logits; 1 / sqrt(K) by default.
+      bias: added to the logits after the cap.
+      softcap: c of c tanh(logits / c).
+    """
     b, t, h, size = q.shape
     u, g = k.shape[1:3]
     wide = jnp.promote_types(q.dtype, jnp.float32)
@@ -51,7 +59,7 @@ def attend_xla(
 
 
 def masked(scores: jax.Array, mask: jax.Array, bias: jax.Array | None, softcap: float | None) -> jax.Array:
-    """Logits [B, G, H/G, T, U], capped, biased, masked."""
+    """Return logits [B, G, H/G, T, U] with cap and bias, the dtype's lowest value where ``mask`` is False."""
     if softcap is not None:
         scores = softcap * jnp.tanh(scores / softcap)
     if bias is not None:
@@ -69,7 +77,13 @@ def attend_sdpa(
     bias: jax.Array | None = None,
     softcap: float | None = None,
 ) -> jax.Array:
-    """``jax.nn.dot_product_attention``: cuDNN's flash attention on GPU where its types and shapes allow, else XLA."""
+    """Return the heads' results by ``jax.nn.dot_product_attention``; shapes as ``attend_xla``.
+
+    On a GPU it is cuDNN's flash attention where dtype and head size allow it, else XLA.
+
+    Raises:
+      ValueError: a softcap is given, which it does not have.
+    """
     if softcap is not None:
         raise ValueError("sdpa has no softcap")
     fits = q.dtype in (jnp.bfloat16, jnp.float16) and q.shape[-1] % 8 == 0 and q.shape[-1] <= 128
@@ -88,9 +102,10 @@ def attend_flash(
     scale: float | None = None,
     softcap: float | None = None,
 ) -> Float[Array, "B T H J"]:
-    """JAX's splash attention for TPU: causal, within a window if any, within each segment. Interpreted elsewhere.
+    """Return the heads' results by JAX's splash attention, a kernel for TPUs that never holds the scores.
 
-    The scores are never held. Under a mesh each device takes its rows and heads.
+    It is causal, within the window if there is one, and within each segment. On another platform it is interpreted,
+    which is slow. Under a mesh each device computes its own rows and heads.
     """
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
@@ -125,7 +140,7 @@ def attend_flash(
             attn_logits_soft_cap=softcap,
             interpret=interpret,
         )
-        # What was padded is a segment of its own, so that every row of the softmax has a key.
+        # Padding is a segment of its own, so that every row of the softmax has a key.
         segments = jnp.pad(segments, ((0, 0), (0, padded - t)), constant_values=-1)
         scaled = q * (1.0 / math.sqrt(size) if scale is None else scale)
         out = jax.vmap(attend)(arranged(scaled), arranged(k), arranged(v), splash.SegmentIds(segments, segments))
@@ -145,6 +160,7 @@ def attend_flash(
 
 @functools.cache
 def _choose(impl: str, platform: str, dtype: str, lacks: tuple[tuple[str, str | None], ...]) -> str:
+    """Return the implementation, given what each lacks; cached, so that each choice is logged once."""
     reason, chosen, lacking = "", impl, dict(lacks)
     if impl == "auto":
         wanted = {"gpu": "sdpa", "tpu": "flash"}.get(platform, "xla")
@@ -158,8 +174,11 @@ def _choose(impl: str, platform: str, dtype: str, lacks: tuple[tuple[str, str | 
 
 
 def choose_implementation(config: Config) -> str:
-    """The implementation that ``attention.impl`` stands for: by platform, and never one that lacks what the mask, the
-    bias, the cap or the widths need. The choice is logged once."""
+    """Return the implementation that ``attention.impl`` stands for.
+
+    ``auto`` goes by the platform, and avoids one that lacks what the mask, the bias, the cap or the widths need. The
+    choice is logged once.
+    """
     platform = "tpu" if sharding.compiles_for_tpu() else jax.default_backend()
     lacks = tuple((impl, attention_impls.lacks(impl, config.attention_needs)) for impl in ("sdpa", "flash"))
     return _choose(config.attention.impl, platform, config.model.dtype, lacks)

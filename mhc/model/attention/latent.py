@@ -1,4 +1,4 @@
-"""Multi-head latent attention (MLA)."""
+"""Define multi-head latent attention (MLA)."""
 
 from __future__ import annotations
 
@@ -17,11 +17,15 @@ from mhc.rng import PathKey
 
 
 class LatentAttention(Attention):
-    """Multi-head latent attention (arXiv:2405.04434): keys and values of all heads come from one latent of width C.
+    """Runs multi-head latent attention (arXiv:2405.04434): keys and values of all heads come from a latent of width C.
 
-    Parameters: query [D, H, K+R], or with attention.q_rank Q query_down [D, Q], query_norm/scale [Q] and query_up [Q,
-    H, K+R]; kv_down [D, C+R], kv_norm/scale [C], key_up [C, H, K], value_up [C, H, J], out [H, J, D]. The last R of a
-    head are rotated; their key is one for all heads. The cache holds the latent and that key: C + R numbers a token.
+    Parameters: kv_down [D, C+R], kv_norm/scale [C], key_up [C, H, K], value_up [C, H, J], out [H, J, D], and query
+    [D, H, K+R]. With ``attention.q_rank`` Q, query_down [D, Q], query_norm/scale [Q] and query_up [Q, H, K+R] take the
+    place of query. The last R numbers of a head are rotated, and all heads share the key of that part. The cache holds
+    the latent and that key: C + R numbers a token.
+
+    Raises:
+      ValueError: the model has links between layers.
     """
 
     def __init__(self, config: Config, *, key: PathKey):
@@ -45,7 +49,7 @@ class LatentAttention(Attention):
     def _queries(
         self, x: jax.Array, positions: jax.Array, frequencies: tuple[jax.Array, float] | None
     ) -> tuple[jax.Array, jax.Array]:
-        """(plain part [B, T, H, K], rotated part [B, T, H, R])."""
+        """Return (plain part [B, T, H, K], rotated part [B, T, H, R]) of the queries."""
         if self.config.attention.q_rank is None:
             q = jnp.einsum("btd,dhk->bthk", x, self.query[...].astype(x.dtype))
         else:
@@ -57,13 +61,14 @@ class LatentAttention(Attention):
     def _latents(
         self, x: jax.Array, positions: jax.Array, frequencies: tuple[jax.Array, float] | None
     ) -> tuple[jax.Array, jax.Array]:
-        """(latent [B, T, C], rotated key [B, T, 1, R])."""
+        """Return (latent [B, T, C], rotated key [B, T, 1, R])."""
         down = jnp.einsum("btd,dc->btc", x, self.kv_down[...].astype(x.dtype))
         latent, rotary = jnp.split(down, [self.config.attention.kv_rank], axis=-1)
         rotary = rotary[:, :, None]
         return self.kv_norm(latent), rotary if frequencies is None else rotate(rotary, positions, *frequencies)
 
     def _expand(self, latent: jax.Array, rotary: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Return keys [B, U, H, K+R] and values [B, U, H, J] of all heads."""
         keys = jnp.einsum("buc,chk->buhk", latent, self.key_up[...].astype(latent.dtype))
         shared = jnp.broadcast_to(rotary, (*keys.shape[:3], rotary.shape[-1]))
         values = jnp.einsum("buc,chj->buhj", latent, self.value_up[...].astype(latent.dtype))
@@ -98,7 +103,7 @@ class LatentAttention(Attention):
             q = jnp.concatenate([plain, turned], axis=-1)
             y = attend_xla(q, keys, values, context.mask, scale=self.scale, bias=bias, softcap=self.softcap)
             return self.join(y), stored, memory
-        # One token: the up-projections go to the query and the result, so that no key or value is ever formed.
+        # For one token the up-projections are applied to the query and the result, so that no key or value is formed.
         q = jnp.einsum("bthk,chk->bthc", plain, self.key_up[...].astype(x.dtype))
         q = jnp.concatenate([q, turned], axis=-1)
         keys = jnp.concatenate([latents[:, :, None], rotaries], axis=-1)  # one key head
