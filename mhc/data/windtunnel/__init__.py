@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+from mhc.data.windtunnel.settings import config_sizes, fields
 from mhc.data.windtunnel.tasks import (
     PREFIX,
     Bijection,
@@ -24,7 +25,9 @@ __all__ = [
     "HiddenMarkov",
     "Sequences",
     "Task",
+    "config_sizes",
     "entropy_bits",
+    "fields",
     "hmm_posterior",
     "is_windtunnel",
     "task",
