@@ -23,11 +23,12 @@ demo: $(TRAIN)
 	@$(RUN) -m eval.compare $(WORKDIR)
 	@echo "Open $(WORKDIR)/report.html in a browser."
 
+# Either writes the slowest tests to build/slowest.txt; tests/slowest.txt is that file as it was on a quiet machine.
 test: $(DEV)
-	$(RUN) -m pytest -m "not slow" --numprocesses 2 --dist loadfile
+	$(RUN) -m pytest -m "not slow" --numprocesses 2 --dist loadfile --slowest build/slowest.txt
 
 test-full: $(DEV)
-	$(RUN) -m pytest
+	$(RUN) -m pytest --slowest build/slowest.txt
 
 lint: $(DEV)
 	$(RUN) -m ruff check .

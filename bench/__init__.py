@@ -1,1 +1,1 @@
-"""Measures of speed and cost, one command each, JSON out."""
+"""Measure speed and cost, a command for each measure, with JSON as output."""

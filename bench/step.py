@@ -1,9 +1,10 @@
-"""Training steps of several arms, interleaved: what a topology costs against the first arm.
+"""Time the training steps of several arms, and compare each with the first arm.
 
     python -m bench.step --config configs/dense_10m.py --arms plain,hc,mhc --steps 20 --json step.json
 
-One step of each arm in turn, so that what else the machine does hits all alike; a comparison is the median over rounds
-of the arm's seconds over the first arm's in the same round. Tokens are random: they cost what text costs.
+A round runs one step of each arm in turn, so that other load on the machine hits all arms alike. An arm's relative
+speed is the median over rounds of the first arm's seconds divided by the arm's. Tokens are random: they cost what text
+costs.
 """
 
 from __future__ import annotations
@@ -25,9 +26,13 @@ from mhc.errors import UserError, did_you_mean
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Reads the command line, measures, prints a table. Raises UserError for a user's mistake."""
+    """Read the command line, measure, print a table; return the exit code.
+
+    Raises:
+      UserError: a mistake of the user's.
+    """
     parser = cli.Parser(
-        description="Time training steps of several residual kinds, interleaved.",
+        description="Time training steps of several residual kinds, in turns.",
         example="{prog} --config configs/dense_10m.py --arms plain,hc,mhc --steps 20 --json step.json",
         fields=cli.EVERY_FIELD,
     )
@@ -56,9 +61,10 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def measure(config: Config, arms: Sequence[str], rounds: int) -> dict[str, Any]:
-    """{machine, config, arms: {kind: median_seconds, tokens_per_second, relative_speed, compile_seconds}}.
+    """Time ``rounds`` steps of each arm; return the figures.
 
-    relative_speed: median over rounds of the first arm's seconds over this one's.
+    They are {date, machine, jax, shape, rounds, arms: {kind: {median_seconds, tokens_per_second, relative_speed,
+    compile_seconds}}}. ``relative_speed`` is the median over rounds of the first arm's seconds divided by the arm's.
     """
     import jax
     import numpy as np
@@ -66,7 +72,7 @@ def measure(config: Config, arms: Sequence[str], rounds: int) -> dict[str, Any]:
     from mhc import sharding
     from mhc.train.step import Trainer
 
-    # A residual field that only one kind has would be refused by the others: arms take their kind's defaults.
+    # A residual field that only one kind has would be refused by the others, so arms take their kind's defaults.
     shared = [(name, value) for name, value in config.residual.options if kinds.options()[name].anywhere]
     rng, shape = np.random.default_rng(0), (config.train.batch_size, config.data.sequence_length)
     vocabulary = config.model.vocab_size or 259

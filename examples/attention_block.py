@@ -1,8 +1,8 @@
-"""Flax's own attention inside Hyper-Connections: a two-block transformer learns to reverse a sequence.
+"""Put Flax's own attention inside Hyper-Connections: a two-block transformer learns to reverse a sequence.
 
     python examples/attention_block.py --kind mhc
 
-Needs jax, flax and optax, and `mhc.residual` of this project.
+This needs jax, flax and optax, and `mhc.residual` of this project.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ VOCABULARY, LENGTH = 8, 8
 
 
 class AttentionBlock(nnx.Module):
-    """Attention and feed-forward, each a sublayer with a connection of its own; ``layer`` counts blocks."""
+    """Runs attention and feed-forward, each a sublayer with a connection of its own; ``layer`` counts blocks."""
 
     def __init__(self, width: int, layer: int, kind: str, rngs: nnx.Rngs):
         self.norms = nnx.List([nnx.LayerNorm(width, rngs=rngs) for _ in range(2)])
@@ -39,7 +39,7 @@ class AttentionBlock(nnx.Module):
 
 
 class Reverser(nnx.Module):
-    """[B, T] tokens to [B, T, VOCABULARY] logits."""
+    """Maps tokens [B, T] to logits [B, T, VOCABULARY]."""
 
     def __init__(self, width: int, kind: str, rngs: nnx.Rngs):
         self.embed = nnx.Embed(VOCABULARY, width, rngs=rngs)
@@ -57,19 +57,21 @@ class Reverser(nnx.Module):
 
 
 def cross_entropy(model: Reverser, tokens: jax.Array) -> jax.Array:
+    """Return the loss against the reversed sequences, in nats a token."""
     return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(model(tokens), tokens[:, ::-1]))
 
 
 @nnx.jit
 def train_step(model: Reverser, optimizer: nnx.Optimizer, tokens: jax.Array) -> jax.Array:
+    """Update the model by one batch; return the loss before the update."""
     loss, grads = nnx.value_and_grad(cross_entropy)(model, tokens)
     optimizer.update(model, grads)
     return loss
 
 
 def main(arguments: list[str] | None = None) -> float:
-    """Trains and returns the last loss, in nats a token."""
-    parser = argparse.ArgumentParser(description="Reversing sequences with flax attention")
+    """Train the model; return the last loss, in nats a token."""
+    parser = argparse.ArgumentParser(description="Learn to reverse sequences with Flax's attention.")
     parser.add_argument("--kind", default="mhc", help="residual topology: plain, hc, mhc, mhc_lite, kromhc, identity")
     parser.add_argument("--steps", type=int, default=100)
     args = parser.parse_args(arguments)

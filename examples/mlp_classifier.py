@@ -1,9 +1,9 @@
-"""A classifier of your own with Hyper-Connections: residual MLP blocks that tell the arms of three spirals apart.
+"""Put Hyper-Connections into a classifier of your own: residual MLP blocks tell the arms of three spirals apart.
 
     python examples/mlp_classifier.py                # mhc, four streams
     python examples/mlp_classifier.py --kind plain   # the same network with plain residuals
 
-Needs jax, flax and optax, and `mhc.residual` of this project.
+This needs jax, flax and optax, and `mhc.residual` of this project.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ CLASSES = 3
 
 
 class Block(nnx.Module):
-    """A sublayer: its own norm, then a two-layer MLP. It returns what is added to the stream, not the sum."""
+    """Runs a sublayer: its own norm, then a two-layer MLP. It returns what is added to the stream, not the sum."""
 
     def __init__(self, width: int, rngs: nnx.Rngs):
         self.norm = nnx.RMSNorm(width, rngs=rngs)
@@ -34,7 +34,7 @@ class Block(nnx.Module):
 
 
 class Classifier(nnx.Module):
-    """[B, 2] points to [B, CLASSES] logits."""
+    """Maps points [B, 2] to logits [B, CLASSES]."""
 
     def __init__(self, width: int, depth: int, kind: str, rngs: nnx.Rngs):
         self.embed = nnx.Linear(2, width, rngs=rngs)
@@ -50,7 +50,7 @@ class Classifier(nnx.Module):
 
 
 def spirals(count: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """(points [count, 2] float32, labels [count] int32): three arms of a spiral with a little noise."""
+    """Draw points on three arms of a spiral, with a little noise; return (points [count, 2] float32, labels int32)."""
     rng = np.random.default_rng(seed)
     labels = rng.integers(0, CLASSES, count)
     radius = np.sqrt(rng.uniform(0.02, 1.0, count))
@@ -60,19 +60,21 @@ def spirals(count: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def cross_entropy(model: Classifier, points: jax.Array, labels: jax.Array) -> jax.Array:
+    """Return the loss in nats a point."""
     return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(model(points), labels))
 
 
 @nnx.jit
 def train_step(model: Classifier, optimizer: nnx.Optimizer, points: jax.Array, labels: jax.Array) -> jax.Array:
+    """Update the model by one batch; return the loss before the update."""
     loss, grads = nnx.value_and_grad(cross_entropy)(model, points, labels)
     optimizer.update(model, grads)
     return loss
 
 
 def main(arguments: list[str] | None = None) -> float:
-    """Trains and returns the share of unseen points that are classified right."""
-    parser = argparse.ArgumentParser(description="Three spirals, residual MLP blocks")
+    """Train the model; return the share of unseen points that it classifies right."""
+    parser = argparse.ArgumentParser(description="Learn to tell three spirals apart with residual MLP blocks.")
     parser.add_argument("--kind", default="mhc", help="residual topology: plain, hc, mhc, mhc_lite, kromhc, identity")
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--width", type=int, default=32)

@@ -1,4 +1,4 @@
-"""Eight CPU devices and a compilation cache for every test, set before anything imports jax."""
+"""Set up every test: eight CPU devices and a compilation cache before anything imports jax, checks, markers, times."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import hypothesis
 import pytest
 
 from mhc import xla_options
+from tests import durations
 
 # Most of the suite's time is compilation: without LLVM's optimisations and the fusion emitters it is seven times
 # shorter, and programs as small as the tests' run no slower. Numbers differ in the last bits only, and no test compares
@@ -45,7 +46,7 @@ _MOST_MAPS = 20_000  # of the 65,530 memory maps that Linux gives a process; a m
 
 @pytest.fixture(scope="module", autouse=True)
 def _few_programs() -> Iterator[None]:
-    """Drops the compiled programs where they have become many: a process that keeps all runs out of maps."""
+    """Drop the compiled programs where they have become many: a process that keeps all runs out of memory maps."""
     yield
     maps = Path("/proc/self/maps")
     few = maps.is_file() and maps.read_bytes().count(b"\n") <= _MOST_MAPS
@@ -56,7 +57,7 @@ def _few_programs() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The source of forty short texts."""
+    """Write forty short texts and return the source that reads them."""
     from tests.small_runs import write_corpus
 
     return write_corpus(tmp_path_factory.mktemp("corpus") / "texts")
@@ -64,7 +65,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def compiled_once() -> Iterator[None]:
-    """Runs of one config share their programs. A process a run, and several devices: tests/faults."""
+    """Let the runs of one config share their programs. Runs in processes of their own are in tests/faults."""
     import functools
 
     from mhc.monitor import probes
@@ -74,6 +75,17 @@ def compiled_once() -> Iterator[None]:
         patch.setattr(opened, "Trainer", functools.cache(opened.Trainer))
         patch.setattr(probes, "compile_probe", functools.cache(probes.compile_probe))
         yield
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add ``--slowest FILE``."""
+    parser.addoption("--slowest", type=Path, metavar="FILE", help="write which tests took how many CPU seconds")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Measure every test, in workers too; the process that started them writes the file."""
+    path = None if hasattr(config, "workerinput") else config.getoption("slowest")
+    config.pluginmanager.register(durations.Durations(path))
 
 
 REASONS = ("product", "process", "long")  # why a test is not in `make test`: pyproject.toml says what each means
@@ -93,7 +105,7 @@ _cases: dict[tuple[str, str], int] = {}
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    """Adds up what passed tests recorded as ``record_property("cases of …", count)``, by file."""
+    """Add up what passed tests recorded as ``record_property("cases of …", count)``, by file."""
     path = report.nodeid.partition("::")[0]
     for name, count in report.user_properties:
         if report.when == "call" and report.passed and name.startswith("cases of "):
@@ -101,6 +113,6 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """A line for each kind of cases, of tests that go through many each."""
+    """Print how many cases were held by tests that go through many each."""
     for (path, name), count in _cases.items():
         terminalreporter.write_line(f"{path}: {count} {name} passed")

@@ -1,1 +1,1 @@
-"""Programs and scripts for TPUs: sizing a run without one, creating slices, starting and resuming on them."""
+"""Use TPUs: size a run without one, create slices, start and resume runs on them."""

@@ -1,9 +1,9 @@
-"""Compiles a config's training step for a TPU slice on a machine that has none, and says whether it fits.
+"""Compile a config's training step for a TPU slice on a machine without a TPU, and say whether it fits.
 
     python -m tpu.compile_ahead --config configs/paper_27b.py --topology v5p:2x2x4 --config.mesh.fsdp=16
     python -m tpu.compile_ahead --config configs/paper_3b.py --smallest v5p
 
-Needs libtpu (`pip install -e '.[tpu]'`), no TPU. Exit codes: 0 it fits, 1 it does not, 2 a user's mistake.
+It needs libtpu (`pip install -e '.[tpu]'`). Exit codes: 0 it fits, 1 it does not, 2 a user's mistake.
 """
 
 from __future__ import annotations
@@ -25,27 +25,27 @@ from mhc.errors import UserError, did_you_mean
 from tpu import hlo, xla_process
 from tpu.slices import Slice, parse_slice
 
-# For the search's first guess of how many rows a device can work on at once; what XLA plans decides. Bytes of a block's
-# temporaries for each token and unit of width, and for each stream of it besides: as XLA planned the paper's models.
+# The search guesses with these how many rows a device has room for; XLA's plan decides. A block needs so many bytes of
+# temporaries for each token and unit of width, and so many more for each stream, as XLA planned the paper's models.
 WORKSPACE, WORKSPACE_OF_STREAM = 120, 45
-GUESSED_SHARE = 0.92  # of the memory
+GUESSED_SHARE = 0.92  # of the memory that the guess fills
 
 
 class Held(NamedTuple):
-    """Bytes of one device that a layout determines, whatever the compiler does."""
+    """Counts the bytes of one device that a layout determines, whatever the compiler does."""
 
     parameters: int
     optimizer: int
-    streams: int  # that a micro-batch's forward pass leaves for its backward pass
+    streams: int  # what a micro-batch's forward pass leaves for its backward pass
 
     @property
     def bound(self) -> int:
-        """What every step holds at least: these, and a gradient as large as the parameters."""
+        """Return the least that every step holds: these, and a gradient as large as the parameters."""
         return 2 * self.parameters + self.optimizer + self.streams
 
 
 def held(config: Config) -> Held:
-    """Of the config on its mesh. Touches no device and needs no libtpu."""
+    """Return what a device holds of the config on its mesh. No device is touched, and libtpu is not needed."""
     import jax
     from jax.sharding import AbstractMesh
 
@@ -68,7 +68,7 @@ def held(config: Config) -> Held:
 
 @functools.lru_cache(maxsize=4)
 def _shapes(config: Config) -> tuple[Any, Any]:
-    """(parameters, the optimiser's state) as shapes: the same for every mesh and batch."""
+    """Return (parameters, the optimiser's state) as shapes, which are the same for every mesh and batch."""
     import jax
 
     from mhc.model.decoder import DecoderDefinition
@@ -79,19 +79,19 @@ def _shapes(config: Config) -> tuple[Any, Any]:
 
 
 def _rows(config: Config) -> int:
-    """Rows of a micro-batch that a device works on."""
+    """Return the rows of a micro-batch that a device works on."""
     shards = config.mesh.data * config.mesh.fsdp * config.mesh.expert
     return config.train.batch_size // config.train.accumulation // shards
 
 
 def _row_numbers(config: Config) -> int:
-    """Numbers of one row's streams on one device."""
+    """Return how many numbers of one row's streams a device holds."""
     width, tensor = config.model.width, config.mesh.tensor
     return config.data.sequence_length * config.streams * (width if width % tensor else width // tensor)
 
 
 def _row_bytes(config: Config) -> int:
-    """Bytes of the streams of one row that are kept: those before each group of blocks that is computed again."""
+    """Return the bytes of one row's streams that are kept: those before each group of blocks that is recomputed."""
     layers, leading = config.model.layers, config.leading_layers
     size = config.remat_blocks if config.model.remat == "streams" else 1
     groups = sum(-(-count // size) for count in (leading, layers - leading))
@@ -99,19 +99,19 @@ def _row_bytes(config: Config) -> int:
 
 
 def report(config: Config, slice_: Slice, *, plan_only: bool = False) -> dict[str, Any]:
-    """Compile the step and say what one device holds, moves and computes.
+    """Compile the step, and return what one device holds, moves and computes in it.
 
-    {topology, chips, residual, mesh, accumulation, rows_per_device (of a micro-batch), hbm_bytes, fits,
+    The report is {topology, chips, residual, mesh, accumulation, rows_per_device (of a micro-batch), hbm_bytes, fits,
     per_device_bytes {parameters, optimizer, arguments, temporaries, code, peak}, flops, bytes_accessed, collectives
-    {kind: {count, bytes}}, plan_only, compile_seconds, cpu_seconds, compile_peak_host_bytes}: bytes and FLOPs of one
-    device and one step; FLOPs and bytes accessed as XLA counts them, which is once for the body of a loop. Where it
-    does not fit, what XLA does not say then is None; so are code, FLOPs and bytes accessed of a plan.
+    {kind: {count, bytes}}, plan_only, compile_seconds, cpu_seconds, compile_peak_host_bytes}. XLA counts the body of a
+    loop once in FLOPs and bytes accessed. A plan has None for code, FLOPs and bytes accessed. Where the step does not
+    fit, everything that XLA then does not say is None.
     """
     config = placed(config, config.mesh, slice_)
     mesh = config.mesh
-    found = xla_process.compile_step(config, slice_, plan_only=plan_only)
-    sizes, memory = held(config), found.memory
-    peak = found.used if memory is None else memory.peak + (found.code or 0)
+    outcome = xla_process.compile_step(config, slice_, plan_only=plan_only)
+    sizes, memory = held(config), outcome.memory
+    peak = outcome.used if memory is None else memory.peak + (outcome.code or 0)
     assert peak is not None
     return {
         "topology": str(slice_),
@@ -127,23 +127,24 @@ def report(config: Config, slice_: Slice, *, plan_only: bool = False) -> dict[st
             "optimizer": sizes.optimizer,
             "arguments": memory and memory.arguments,
             "temporaries": memory and memory.temporaries,
-            "code": found.code,
+            "code": outcome.code,
             "peak": peak,
         },
-        "flops": found.flops,
-        "bytes_accessed": found.bytes_accessed,
-        "collectives": hlo.as_json(found.collectives),
+        "flops": outcome.flops,
+        "bytes_accessed": outcome.bytes_accessed,
+        "collectives": hlo.as_json(outcome.collectives),
         "plan_only": plan_only,
-        "compile_seconds": found.seconds,
-        "cpu_seconds": found.cpu_seconds,
-        "compile_peak_host_bytes": found.host_bytes,
+        "compile_seconds": outcome.seconds,
+        "cpu_seconds": outcome.cpu_seconds,
+        "compile_peak_host_bytes": outcome.host_bytes,
     }
 
 
 def placed(config: Config, mesh: MeshConfig, slice_: Slice) -> Config:
-    """The config on a slice: with this mesh, its open axis filled in.
+    """Return the config with this mesh, whose open axis (-1) gets what is left of the slice's chips.
 
-    Raises UserError where it does not multiply to the slice's chips, or does not share the rows evenly.
+    Raises:
+      UserError: the axes do not multiply to the number of chips, or do not share the rows evenly.
     """
     sizes = dataclasses.asdict(mesh)
     fixed = math.prod(sizes[axis] for axis in _AXES if sizes[axis] != -1)
@@ -170,7 +171,7 @@ _AXES = ("data", "fsdp", "tensor", "expert")
 
 
 def meshes(config: Config, chips: int) -> Iterator[MeshConfig]:
-    """Meshes worth trying on so many chips: all fsdp, then tensor over 2 or 4, then experts over 2, 4 or 8."""
+    """Yield meshes worth trying on so many chips: fsdp alone, then tensor over 2 or 4, then experts over 2, 4 or 8."""
     rows = config.train.batch_size // config.train.accumulation
     experts = [e for e in (2, 4, 8) if config.moe.experts and config.moe.experts % e == 0]
     for tensor, expert in [(1, 1), (2, 1), (4, 1), *((1, e) for e in experts)]:
@@ -180,84 +181,90 @@ def meshes(config: Config, chips: int) -> Iterator[MeshConfig]:
 
 
 def candidates(config: Config, slice_: Slice) -> Iterator[Config]:
-    """What to compile for a slice, in this order: those whose bound fits, on each mesh.
+    """Yield configs to compile for a slice, mesh after mesh, leaving out those whose bound exceeds its memory.
 
-    A config that accumulates keeps its number of micro-batches. Of one that does not, each mesh comes with the rows
-    that a device is guessed to have room for, and then with one row.
+    A config that accumulates keeps its number of micro-batches. If it does not accumulate, each mesh comes first with
+    as many rows as a device is guessed to have room for, and then with one row.
     """
     for mesh in meshes(config, slice_.chips):
-        there = dataclasses.replace(config, mesh=mesh)
+        on_mesh = dataclasses.replace(config, mesh=mesh)
         counts = [config.train.accumulation]
         if counts == [1]:
-            most = _rows(there)  # of a device, were all done at once
-            room = GUESSED_SHARE * slice_.hbm - _standing(there)
-            workspace = (WORKSPACE / config.streams + WORKSPACE_OF_STREAM) * _row_numbers(there)
-            guess = max(1, int(room / (_row_bytes(there) + workspace)))
+            most = _rows(on_mesh)  # rows of a device without accumulation
+            room = GUESSED_SHARE * slice_.hbm - _fixed_bytes(on_mesh)
+            workspace = (WORKSPACE / config.streams + WORKSPACE_OF_STREAM) * _row_numbers(on_mesh)
+            guess = max(1, int(room / (_row_bytes(on_mesh) + workspace)))
             counts = sorted({most // max(d for d in _divisors(most) if d <= guess), most})
         for count in counts:
-            tried = _accumulating(there, count)
-            if held(tried).bound <= slice_.hbm:
-                yield tried
+            candidate = _accumulating(on_mesh, count)
+            if held(candidate).bound <= slice_.hbm:
+                yield candidate
 
 
-def _standing(config: Config) -> int:
-    """Bytes that do not grow with the rows: parameters, optimiser, gradients of a micro-batch and their sums."""
+def _fixed_bytes(config: Config) -> int:
+    """Return the bytes that do not grow with the rows: parameters, optimiser, a micro-batch's gradients, their sums."""
     sizes = held(config)
     return 3 * sizes.parameters + sizes.optimizer
 
 
 def _divisors(number: int) -> list[int]:
+    """Return the divisors of a number, smallest first."""
     return [d for d in range(1, number + 1) if number % d == 0]
 
 
 def _accumulating(config: Config, count: int) -> Config:
+    """Return the config with ``count`` micro-batches."""
     return dataclasses.replace(config, train=dataclasses.replace(config.train, accumulation=count))
 
 
 def smallest(config: Config, chip: str) -> list[dict[str, Any]]:
-    """Plans of slices and meshes in the order tried; the last one fits, if any does."""
-    tried = []
+    """Plan slices and meshes, smallest first, until one fits; return the reports in the order tried."""
+    reports = []
     for shape in TPUS[chip].slices:
         slice_ = Slice(chip, shape)
         for candidate in candidates(config, slice_):
-            tried.append(report(candidate, slice_, plan_only=True))
-            print_report(tried[-1])
-            if tried[-1]["fits"]:
-                return tried
-    return tried
+            reports.append(report(candidate, slice_, plan_only=True))
+            print_report(reports[-1])
+            if reports[-1]["fits"]:
+                return reports
+    return reports
 
 
-def print_report(found: dict[str, Any]) -> None:
-    """A few lines for a reader."""
-    sizes = {name: f"{size / GIB:.2f}" for name, size in found["per_device_bytes"].items() if size is not None}
-    mesh = " ".join(f"{axis}={size}" for axis, size in found["mesh"].items() if axis in _AXES)
-    verdict = "fits" if found["fits"] else "does not fit"
-    where = f"{found['chips']} chips; {mesh}; accumulation {found['accumulation']}"
-    print(f"{found['topology']} ({where}): {verdict} {found['hbm_bytes'] / GIB:.0f} GiB a chip")
+def print_report(figures: dict[str, Any]) -> None:
+    """Print a report in a few lines."""
+    sizes = {name: f"{size / GIB:.2f}" for name, size in figures["per_device_bytes"].items() if size is not None}
+    mesh = " ".join(f"{axis}={size}" for axis, size in figures["mesh"].items() if axis in _AXES)
+    verdict = "fits" if figures["fits"] else "does not fit"
+    where = f"{figures['chips']} chips; {mesh}; accumulation {figures['accumulation']}"
+    print(f"{figures['topology']} ({where}): {verdict} {figures['hbm_bytes'] / GIB:.0f} GiB a chip")
     print("  GiB a chip: " + ", ".join(f"{name} {size}" for name, size in sizes.items()))
-    for kind, total in found["collectives"].items():
+    for kind, total in figures["collectives"].items():
         print(f"  {kind}: {total['count']} a step, {total['bytes'] / GIB:.2f} GiB")
-    host = found["compile_peak_host_bytes"] / GIB
-    verb = "planned" if found["plan_only"] else "compiled"
-    spent = f"{found['compile_seconds']} s, {found['cpu_seconds']} CPU s and {host:.1f} GiB of this machine"
+    host = figures["compile_peak_host_bytes"] / GIB
+    verb = "planned" if figures["plan_only"] else "compiled"
+    spent = f"{figures['compile_seconds']} s, {figures['cpu_seconds']} CPU s and {host:.1f} GiB of this machine"
     print(f"  {verb} in {spent}", flush=True)
 
 
 def _split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """(other arguments, those that are ``--config.mesh.FIELD=VALUE`` or with a space for ``=``)."""
+    """Split off the mesh's fields, ``--config.mesh.FIELD=VALUE`` or with a space for ``=``; return (others, these)."""
     others: list[str] = []
-    of_mesh: list[str] = []
+    mesh_fields: list[str] = []
     rest = iter(arguments)
     for argument in rest:
-        part = of_mesh if argument.lstrip("-").startswith("config.mesh.") else others
+        part = mesh_fields if argument.lstrip("-").startswith("config.mesh.") else others
         part.append(argument)
         if "=" not in argument:
             part.extend(itertools.islice(rest, 1))
-    return others, of_mesh
+    return others, mesh_fields
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Reads the command line, compiles, reports. Raises UserError for a user's mistake."""
+    """Read the command line, compile, report; return the exit code.
+
+    Raises:
+      UserError: a mistake of the user's.
+    """
     parser = cli.Parser(
         description="Compile a training step for a TPU slice, without one.",
         example="{prog} --config configs/paper_27b.py --topology v5p:4x4x8 --config.mesh.fsdp=128",
@@ -269,7 +276,7 @@ def main(arguments: Sequence[str]) -> int:
     where.add_argument(
         "--smallest",
         metavar="CHIP",
-        help="plan for one slice and mesh after another until one fits; chooses train.accumulation too where it is 1",
+        help="plan slices and meshes, smallest first, until one fits; where train.accumulation is 1 it is chosen too",
     )
     parser.add_argument(
         "--plan",
@@ -284,12 +291,12 @@ def main(arguments: Sequence[str]) -> int:
     slice_ = parse_slice(options.topology) if options.topology else None
     if options.json:
         cli.check_file(options.json, "--json")
-    # A mesh is judged by its slice, not by the config that it would make elsewhere.
-    overrides, of_mesh = _split(overrides)
+    # The mesh is checked against the slice and not against this machine's devices.
+    overrides, mesh_fields = _split(overrides)
     config = cli.load_config(options.config, overrides, parser)
-    sizes = {name.removeprefix("mesh."): value for name, value in cli.overrides(of_mesh, parser).items()}
+    sizes = {name.removeprefix("mesh."): value for name, value in cli.overrides(mesh_fields, parser).items()}
     if slice_ is None and sizes:
-        raise UserError(f"{of_mesh[0]}: --smallest chooses the mesh, allowed: with --topology")
+        raise UserError(f"{mesh_fields[0]}: --smallest chooses the mesh, allowed: with --topology")
     if config.model.vocab_size is None:
         from mhc.data import tokenizers
 
@@ -297,17 +304,18 @@ def main(arguments: Sequence[str]) -> int:
     else:
         config = configs.resolve(config, config.model.vocab_size)
     if slice_ is None:
-        tried = smallest(config, options.smallest)
-        found: Any = tried
-        fits = bool(tried) and tried[-1]["fits"]
-        print(f"smallest that fits: {tried[-1]['topology']}" if fits else f"no listed slice of {options.smallest} fits")
+        reports = smallest(config, options.smallest)
+        written: Any = reports
+        fits = bool(reports) and reports[-1]["fits"]
+        missing = f"no listed slice of {options.smallest} fits"
+        print(f"smallest that fits: {reports[-1]['topology']}" if fits else missing)
     else:
         config = placed(config, dataclasses.replace(config.mesh, **sizes), slice_)
-        found = report(config, slice_, plan_only=options.plan)
-        print_report(found)
-        fits = found["fits"]
+        written = report(config, slice_, plan_only=options.plan)
+        print_report(written)
+        fits = written["fits"]
     if options.json:
-        Path(options.json).write_text(json.dumps(found, indent=2) + "\n")
+        Path(options.json).write_text(json.dumps(written, indent=2) + "\n")
     return 0 if fits else 1
 
 

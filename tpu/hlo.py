@@ -1,4 +1,4 @@
-"""Collectives and memory of a compiled program, read off what XLA writes about it."""
+"""Read the collectives and the memory of a compiled program from what XLA writes about it."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ _ALLOCATION = re.compile(r"^allocation \d+: size (\d+), (.*):$")
 
 
 class Memory(NamedTuple):
-    """Bytes of one device's main memory."""
+    """Counts bytes of one device's main memory."""
 
     arguments: int
-    outputs: int  # beside those that take an argument's place
+    outputs: int  # without those that take an argument's place
     temporaries: int
 
     @property
     def peak(self) -> int:
-        """All of it: what is allocated for a program is so for as long as it runs."""
+        """Return the sum: XLA allocates everything for as long as the program runs."""
         return sum(self)
 
 
 def memory(text: str) -> Memory:
-    """What XLA's buffer assignment gives out in main memory; constants and on-chip memories are left out."""
+    """Return what XLA's buffer assignment allots in main memory; constants and on-chip memories are left out."""
     arguments = outputs = temporaries = 0
     for line in text.splitlines():
         allocation = _ALLOCATION.match(line)
@@ -59,22 +59,25 @@ def memory(text: str) -> Memory:
 
 
 class Collectives(NamedTuple):
-    """Of one kind: how often the program runs one, and the bytes of what they give, on one device."""
+    """Counts the collectives of one kind on one device."""
 
-    number: int
-    size: int  # bytes
+    number: int  # how often one runs
+    size: int  # bytes of their results
 
 
 class _Line(NamedTuple):
-    name: str  # of its computation and itself
+    """Describes one instruction of a computation."""
+
+    name: str  # with its computation's name
     operation: str
     size: int  # bytes of the result
     calls: tuple[str, ...]
-    trips: int  # of a loop; 1 otherwise
-    channel: str  # of a collective: what parts of one asynchronous collective share
+    trips: int  # how often a loop runs; 1 for anything else
+    channel: str  # the parts of one asynchronous collective share it
 
 
 def _size(shape: str) -> int:
+    """Return the bytes of a shape, all arrays of a tuple together."""
     total = 0
     for dtype, dimensions in _ARRAY.findall(shape):
         count = 1
@@ -85,8 +88,8 @@ def _size(shape: str) -> int:
 
 
 def _bounds(text: str) -> dict[str, int]:
-    """By condition of a loop: the constant that its counter is compared with, which a scan counts up to from 0."""
-    current, constants, found = "", dict[str, int](), dict[str, int]()
+    """Return the constant that each loop's condition compares the counter with; a scan counts up to it from 0."""
+    current, constants, bounds = "", dict[str, int](), dict[str, int]()
     for line in text.splitlines():
         head, constant, below = _COMPUTATION.match(line), _CONSTANT.search(line), _BELOW.search(line)
         if head:
@@ -94,19 +97,19 @@ def _bounds(text: str) -> dict[str, int]:
         elif constant:
             constants[constant[1]] = int(constant[2])
         elif below and below[1] in constants:
-            found[current] = constants[below[1]]
-    return found
+            bounds[current] = constants[below[1]]
+    return bounds
 
 
 def _computations(text: str) -> tuple[str, dict[str, list[_Line]]]:
-    """(name of the entry, lines of each computation that matter)."""
-    entry, current, found = "", "", dict[str, list[_Line]]()
+    """Return (name of the entry computation, the instructions of every computation)."""
+    entry, current, computations = "", "", dict[str, list[_Line]]()
     bounds = _bounds(text)
     for line in text.splitlines():
         head = _COMPUTATION.match(line)
         if head:
             current = head[2]
-            found[current] = []
+            computations[current] = []
             entry = current if head[1] else entry
             continue
         operation = _OPERATION.match(line)
@@ -122,23 +125,23 @@ def _computations(text: str) -> tuple[str, dict[str, list[_Line]]]:
             repeats = int(known[1]) if known else bounds.get(condition[1] if condition else "", 1)
         name = f"{current}/{line.split(' = ')[0].strip()}"
         shared = channel[1] if channel else name
-        found[current].append(_Line(name, operation[2], _size(operation[1]), called, repeats, shared))
-    return entry, found
+        computations[current].append(_Line(name, operation[2], _size(operation[1]), called, repeats, shared))
+    return entry, computations
 
 
 def collectives(text: str) -> dict[str, Collectives]:
-    """The collectives of a compiled program by kind, those in loops as often as the loops run.
+    """Count the collectives of a compiled program by kind; one in a loop counts as often as the loop runs.
 
-    An asynchronous collective, which a compiler may spread over several fusions, counts once; a loop whose trip count
-    cannot be read counts as one round. What XLA:TPU fuses to an all-reduce of which a device keeps its part is a
-    reduce-scatter.
+    An asynchronous collective counts once, although a compiler may spread it over several fusions. A loop whose trip
+    count cannot be read counts as one round. XLA:TPU fuses a reduce-scatter to an all-reduce of which each device keeps
+    its part; it counts as a reduce-scatter.
     """
     entry, computations = _computations(text)
-    found: dict[tuple[str, str], Collectives] = {}
+    counted: dict[tuple[str, str], Collectives] = {}
 
     def count(kind: str, key: str, times: int, size: int) -> None:
-        before = found.get((kind, key), Collectives(0, 0))
-        found[kind, key] = Collectives(max(before.number, times), max(before.size, times * size))
+        before = counted.get((kind, key), Collectives(0, 0))
+        counted[kind, key] = Collectives(max(before.number, times), max(before.size, times * size))
 
     def walk(name: str, times: int, fused: bool) -> None:
         for line in computations.get(name, ()):
@@ -156,16 +159,16 @@ def collectives(text: str) -> dict[str, Collectives]:
                 walk(called, times * line.trips, fused or line.operation == "fusion")
 
     walk(entry, 1, False)
-    totals = {kind: [one for (name, _), one in found.items() if name == kind] for kind in KINDS}
+    by_kind = {kind: [each for (name, _), each in counted.items() if name == kind] for kind in KINDS}
     return {
-        kind: Collectives(sum(one.number for one in every), sum(one.size for one in every))
-        for kind, every in totals.items()
+        kind: Collectives(sum(each.number for each in every), sum(each.size for each in every))
+        for kind, every in by_kind.items()
         if every
     }
 
 
 def gathered_shapes(text: str) -> Iterator[tuple[int, ...]]:
-    """The shape of what each all-gather of the program gives."""
+    """Yield the shape of the result of each all-gather in the program."""
     for line in text.splitlines():
         operation = _OPERATION.match(line)
         if operation and operation[2].startswith("all-gather") and not operation[2].endswith("-done"):
@@ -173,6 +176,6 @@ def gathered_shapes(text: str) -> Iterator[tuple[int, ...]]:
                 yield tuple(int(d) for d in dimensions.split(",") if d)
 
 
-def as_json(found: Mapping[str, Collectives]) -> dict[str, dict[str, int]]:
-    """{kind: {count, bytes}}."""
-    return {kind: {"count": total.number, "bytes": total.size} for kind, total in found.items()}
+def as_json(totals: Mapping[str, Collectives]) -> dict[str, dict[str, int]]:
+    """Return {kind: {count, bytes}}."""
+    return {kind: {"count": total.number, "bytes": total.size} for kind, total in totals.items()}

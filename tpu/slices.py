@@ -1,4 +1,4 @@
-"""Slices of TPUs: what they are called, what a chip holds, and the devices of one that is not there."""
+"""Name slices of TPUs, and make the devices of a slice that this machine does not have."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from mhc.errors import UserError, did_you_mean
 
 
 class Slice(NamedTuple):
-    """A slice of a generation."""
+    """Describes a slice by its chip, such as v5p, and its shape, such as 4x4x8."""
 
     chip: str
     shape: str
 
     @property
     def chips(self) -> int:
-        """Their number."""
+        """Return the number of chips."""
         return math.prod(int(side) for side in self.shape.split("x"))
 
     @property
     def hbm(self) -> int:
-        """Bytes of one of them."""
+        """Return the bytes of one chip's memory."""
         return TPUS[self.chip].hbm
 
     def __str__(self) -> str:
@@ -31,7 +31,11 @@ class Slice(NamedTuple):
 
 
 def parse_slice(text: str) -> Slice:
-    """``v5p:4x4x8``. Raises UserError for another generation or shape."""
+    """Read a slice's name, such as ``v5p:4x4x8``.
+
+    Raises:
+      UserError: the generation is not known, or the shape has another number of sides.
+    """
     chip, _, shape = text.partition(":")
     if chip not in TPUS:
         raise UserError(f"--topology: {text!r}, allowed: {', '.join(TPUS)} and a shape{did_you_mean(chip, TPUS)}")
@@ -44,9 +48,10 @@ def parse_slice(text: str) -> Slice:
 
 
 def devices_of(slice_: Slice) -> list[Any]:
-    """Return the devices of a slice that is not there.
+    """Return the devices of a slice that this machine does not have.
 
-    Raises UserError where libtpu is missing, in use by a process that does not share it, or does not know the slice.
+    Raises:
+      UserError: libtpu is missing, in use by a process that does not share it, or does not know the slice.
     """
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
     # libtpu's lock is there for chips; no chip is touched here, and several steps may be compiled at once.

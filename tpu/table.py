@@ -1,4 +1,7 @@
-"""A Markdown table of what `tpu.compile_ahead --json` wrote: python -m tpu.table paper_3b-mhc.json paper_3b-hc.json"""
+"""Print reports of `tpu.compile_ahead --json` as a Markdown table.
+
+python -m tpu.table paper_3b-mhc.json paper_3b-hc.json
+"""
 
 from __future__ import annotations
 
@@ -27,26 +30,26 @@ COLUMNS = (
 )
 
 
-def row(name: str, found: dict[str, Any]) -> list[str]:
-    """The cells of one report: GiB of a chip, and GiB in so many collectives of a step."""
-    sizes = found["per_device_bytes"]
+def row(name: str, report: dict[str, Any]) -> list[str]:
+    """Return the cells of one report: GiB of a chip, and for each kind of collective GiB and how many a step has."""
+    sizes = report["per_device_bytes"]
     held = [sizes[part] for part in ("parameters", "optimizer", "temporaries", "peak")]
-    moved = [found["collectives"].get(kind) for kind in KINDS]
-    mesh = ", ".join(f"{axis} {size}" for axis, size in found["mesh"].items() if size > 1)
+    moved = [report["collectives"].get(kind) for kind in KINDS]
+    mesh = ", ".join(f"{axis} {size}" for axis, size in report["mesh"].items() if size > 1)
     return [
         name,
-        found["topology"],
+        report["topology"],
         mesh or "one device",
-        f"{found['accumulation']} x {found['rows_per_device']}",
+        f"{report['accumulation']} x {report['rows_per_device']}",
         *("" if size is None else f"{size / GIB:.1f}" for size in held),
-        *("" if one is None else f"{one['bytes'] / GIB:.1f} in {one['count']}" for one in moved),
-        f"{found['cpu_seconds']:.0f}",
+        *("" if total is None else f"{total['bytes'] / GIB:.1f} in {total['count']}" for total in moved),
+        f"{report['cpu_seconds']:.0f}",
     ]
 
 
 def table(reports: dict[str, dict[str, Any]]) -> str:
-    """Markdown, without the kinds of collectives that no report has."""
-    rows = [row(name, found) for name, found in reports.items()]
+    """Return the Markdown table, without the kinds of collectives that no report has."""
+    rows = [row(name, report) for name, report in reports.items()]
     kept = [column for column in range(len(COLUMNS)) if any(cells[column] for cells in rows)]
     lines = [[COLUMNS[column] for column in kept], ["---"] * len(kept)]
     lines += [[cells[column] for column in kept] for cells in rows]
@@ -54,7 +57,11 @@ def table(reports: dict[str, dict[str, Any]]) -> str:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Print the table of the named files. Raises UserError for a file that is not the report of a slice that fits."""
+    """Print the table of the named files; return the exit code.
+
+    Raises:
+      UserError: a file is no report.
+    """
     parser = cli.Parser(
         description="Print reports of tpu.compile_ahead as a Markdown table.",
         example="{prog} paper_3b-mhc.json paper_3b-hc.json",
@@ -63,10 +70,10 @@ def main(arguments: Sequence[str]) -> int:
     reports = {}
     for name in parser.parse_args(arguments).files:
         try:
-            found = json.loads(Path(name).read_text())
+            content = json.loads(Path(name).read_text())
         except (OSError, ValueError, RecursionError) as error:
             raise UserError(f"{name}: {error}") from None
-        last = found[-1] if isinstance(found, list) and found else found
+        last = content[-1] if isinstance(content, list) and content else content  # a list: those of --smallest
         if not isinstance(last, dict) or "per_device_bytes" not in last:
             raise UserError(f"{name}: no report of tpu.compile_ahead")
         reports[Path(name).stem] = last

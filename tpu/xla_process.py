@@ -1,8 +1,8 @@
-"""Compiles one training step for a TPU slice in a process of its own, and reads what XLA wrote down about it.
+"""Compile one training step for a TPU slice in a process of its own, and read what XLA wrote about it.
 
-A process of its own gives back its memory, can be stopped once the part that is wanted is done, and takes a crash of
-the compiler with it. XLA first plans: it partitions the program, schedules it and assigns every buffer a place in the
-chip's memory. Then it generates machine code for each fusion, which takes several times as long and changes none of it.
+The process gives its memory back, can be stopped once the wanted part is done, and takes a crash of the compiler with
+it. XLA first plans: it partitions the program, schedules it, and assigns every buffer a place in the chip's memory.
+Then it generates machine code for each fusion, which takes several times as long and changes none of the plan.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
 class Outcome(NamedTuple):
-    """What XLA made of a step. Sizes are bytes of one device's HBM."""
+    """Holds what XLA made of a step. Sizes are bytes of one device's HBM; FLOPs and bytes are as XLA counts them."""
 
-    memory: hlo.Memory | None  # None: it found no place for everything
-    used: int | None  # what it would then have needed at least
+    memory: hlo.Memory | None  # None: the step does not fit
+    used: int | None  # what a step that does not fit would have needed at least
     collectives: dict[str, hlo.Collectives]
-    code: int | None  # bytes, and FLOPs and bytes accessed as XLA counts them; None unless it generated code
+    code: int | None  # this and the next two are None unless code was generated
     flops: float | None
     bytes_accessed: float | None
     seconds: float
@@ -48,11 +48,11 @@ class Outcome(NamedTuple):
 
 
 def compile_step(config: Config, slice_: Slice, *, plan_only: bool) -> Outcome:
-    """Compile the step of a config on its mesh; ``plan_only``: no further than its plan.
+    """Compile the step of a config on its mesh, with ``plan_only`` no further than XLA's plan.
 
     Raises:
       UserError: libtpu is missing, or the mesh does not fit the slice or the batch.
-      RuntimeError: the compiler failed; its last lines.
+      RuntimeError: the compiler failed; the message has its last lines.
     """
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -69,20 +69,20 @@ def compile_step(config: Config, slice_: Slice, *, plan_only: bool) -> Outcome:
                     process.kill()
         seconds = time.perf_counter() - start
         result = folder / "result.json"
-        found = json.loads(result.read_text()) if result.exists() else {}
-        if "error" in found:
-            raise UserError(found["error"])
+        answer = json.loads(result.read_text()) if result.exists() else {}
+        if "error" in answer:
+            raise UserError(answer["error"])
         plan = _planned(folder)
-        if plan is None and "used" not in found:
+        if plan is None and "used" not in answer:
             lines = (folder / "log").read_text().splitlines()
             raise RuntimeError("the compiler failed:\n" + "\n".join(lines[-20:]))
         return Outcome(
-            hlo.memory(plan[0]) if plan and "used" not in found else None,
-            found.get("used"),
+            hlo.memory(plan[0]) if plan and "used" not in answer else None,
+            answer.get("used"),
             hlo.collectives(plan[1]) if plan else {},
-            found.get("code"),
-            found.get("flops"),
-            found.get("bytes_accessed"),
+            answer.get("code"),
+            answer.get("flops"),
+            answer.get("bytes_accessed"),
             round(seconds, 1),
             round(usage.ru_utime + usage.ru_stime, 1),
             usage.ru_maxrss * 1024,
@@ -90,7 +90,7 @@ def compile_step(config: Config, slice_: Slice, *, plan_only: bool) -> Outcome:
 
 
 def _wait(process: subprocess.Popen[bytes], enough: Callable[[], bool]) -> resource.struct_rusage:
-    """What the process used until it ended, or until there was ``enough`` and it was stopped."""
+    """Wait until the process ends, or stop it once ``enough()`` is true; return the resources it used."""
     while True:
         ended, status, usage = os.wait4(process.pid, os.WNOHANG)
         if not ended and enough():
@@ -103,36 +103,37 @@ def _wait(process: subprocess.Popen[bytes], enough: Callable[[], bool]) -> resou
 
 
 def _planned(folder: Path) -> tuple[str, str] | None:
-    """(buffer assignment, program after it), once XLA has written both to the end; None before."""
+    """Return (buffer assignment, program after it) once XLA has written both to the end, None before."""
     ends = ("-buffer-assignment", "_after_buffer_assignment")
     files = [list(folder.glob(f"dump/*jit__step*.after_optimizations{end}.txt")) for end in ends]
     if not all(files):
         return None
     # The program is written last, and its last computation ends like this.
-    buffers, program = (found[0].read_text() for found in files)
+    buffers, program = (matches[0].read_text() for matches in files)
     return (buffers, program) if "\nENTRY " in program and program.endswith("\n}\n\n") else None
 
 
 def used_bytes(message: str) -> int | None:
-    """What XLA says that a program needs where it does not fit, in bytes; None where it complains of something else.
+    """Return the bytes that XLA says a program needs which does not fit; None for another complaint.
 
-    It may say so before it has counted everything: there is no less.
+    XLA may complain before it has counted everything, so the program needs at least so much.
     """
     matches = [match for pattern in _USED if (match := pattern.search(message))]
     return round(float(matches[0][1]) * _UNITS[matches[0][2]]) if matches else None
 
 
 def main(folder: Path) -> None:
-    """The other side: reads the job, compiles, writes the result."""
+    """Be the process: read the job from the folder, compile, write the result there."""
     job = json.loads((folder / "job.json").read_text())
     try:
-        found = _compile(configs.from_json(job["config"]), parse_slice(job["slice"]), folder / "dump")
+        result = _compile(configs.from_json(job["config"]), parse_slice(job["slice"]), folder / "dump")
     except UserError as error:
-        found = {"error": str(error)}
-    (folder / "result.json").write_text(json.dumps(found))
+        result = {"error": str(error)}
+    (folder / "result.json").write_text(json.dumps(result))
 
 
 def _compile(config: Config, slice_: Slice, dump: Path) -> dict[str, Any]:
+    """Compile the step; return {code, flops, bytes_accessed}, or {used} if it does not fit."""
     import jax
     import jax.numpy as jnp
 

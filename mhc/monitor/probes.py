@@ -92,7 +92,7 @@ def participation_ratio(matrix: jax.Array) -> jax.Array:
 def _rank(hidden: jax.Array, tokens: _Tokens) -> jax.Array:
     """Participation ratio of the covariance over tokens of hidden [B, T, D] (padding at 0)."""
     mean = jnp.sum(hidden, axis=(0, 1)) / tokens.count
-    centred = tokens.zero_padding(hidden - mean)
+    centred = tokens.zero_padding(hidden - mean[None, None])
     return participation_ratio(jnp.einsum("btd,bte->de", centred, centred))
 
 
@@ -149,9 +149,10 @@ def map_measures(res: jax.Array, tokens: _Tokens) -> dict[str, jax.Array]:
     identity = jnp.eye(n)
     for extent, matrices in (("single", res), ("composite", composite_maps(res))):
         for name, target in (("identity", identity), ("uniform", jnp.full((n, n), 1.0 / n))):
-            distance = jnp.sqrt(jnp.sum(jnp.square(matrices - target), axis=(-2, -1)) / n)
+            difference = matrices - jax.lax.broadcast_to_rank(target, matrices.ndim)
+            distance = jnp.sqrt(jnp.sum(jnp.square(difference), axis=(-2, -1)) / n)
             out[f"mix/to_{name}_{extent}"] = tokens.mean(distance)
-    off_diagonal = (jnp.abs(res) < 1e-6) & (identity == 0)
+    off_diagonal = (jnp.abs(res) < 1e-6) & jax.lax.broadcast_to_rank(identity == 0, res.ndim)
     out["mix/frozen"] = tokens.mean(jnp.sum(off_diagonal, axis=(-2, -1)) / max(n * (n - 1), 1))
     return out
 
