@@ -58,9 +58,9 @@ def open_task(data: DataConfig) -> Task | None:
     if not any(map(is_windtunnel, [*sources, *sets])):
         return None
     if len(sources) > 1:
-        refuse("data.source", data.source, f"a {PREFIX} source by itself, not in a mixture")
+        refuse("data.source", data.source, f"{PREFIX}<task> by itself, not in a mixture")
     if data.validation is not None:
-        refuse("data.validation", data.validation, f"None with {PREFIX}: held-out sequences of the task are its own")
+        refuse("data.validation", data.validation, f"None with {PREFIX}<task>, which holds out sequences of its own")
     made = task(data.source)
     if data.tokenizer != data.source:
         refuse("data.tokenizer", data.tokenizer, f"{data.source}, as data.source: the task makes ids by itself")
