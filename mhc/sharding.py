@@ -24,9 +24,9 @@ import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from mhc import kinds
 from mhc.config import MeshConfig
 from mhc.errors import UserError
+from mhc.model.parameters import parameter
 from mhc.xla_options import known_options
 
 log = logging.getLogger(__name__)
@@ -57,34 +57,6 @@ RULES: dict[str, tuple[str, ...]] = {
     "norm": (),
     "window": (),
 }
-
-# End of a parameter's path -> logical axes, without the leading `layers` of stacked blocks. Optimiser state repeats the
-# paths, so the same lines lay it out. The first match counts; a path that none matches is an error. Parameters of
-# residual topologies are declared with their kinds (mhc.kinds).
-PARAMETER_AXES: tuple[tuple[str, tuple[str, ...]], ...] = (
-    (r"embed/table", ("vocab", "embed")),
-    (r"positions/table", ("positions", "embed")),
-    (r"positions/bias", ("positions", "heads")),
-    (r"head/kernel", ("embed", "vocab")),
-    (r"attention/core/query", ("embed", "heads", "head_dim")),
-    (r"attention/core/(key|value)", ("embed", "kv_heads", "head_dim")),
-    (r"attention/core/out", ("heads", "head_dim", "embed")),
-    (r"attention/core/query_bias", ("heads", "head_dim")),
-    (r"attention/core/(key|value)_bias", ("kv_heads", "head_dim")),
-    (r"attention/core/(query|kv)_down", ("embed", "latent")),
-    (r"attention/core/(query|key|value)_up", ("latent_rows", "heads", "head_dim")),
-    (r"attention/core/links/\w+/\w+", ("norm",)),  # of every link, see mhc.model.memory
-    (r"mlp/core/(shared/)?(gate|up)", ("embed", "mlp")),
-    (r"mlp/core/(shared/)?down", ("mlp", "embed")),
-    (r"mlp/core/(gate|up)_bias", ("mlp",)),
-    (r"core/(out|down)_bias", ("norm",)),
-    (r"mlp/core/router", ("embed", "window")),
-    (r"mlp/core/router_bias", ("window",)),
-    (r"mlp/core/experts/(gate|up)", ("experts", "embed", "mlp")),
-    (r"mlp/core/experts/down", ("experts", "mlp", "embed")),
-    (r"norm/bias", ("norm",)),
-    (r"norm/scale", ("norm",)),
-)
 
 
 def make_mesh(config: MeshConfig, devices: list[jax.Device] | None = None) -> Mesh:
@@ -147,27 +119,17 @@ def logical_axes(path: str, ndim: int) -> tuple[str, ...]:
     """Logical axes of the leaf at ``path`` (a/b/c), a parameter or the optimiser's copy of one.
 
     Raises:
-      ValueError: no rule covers the path, or its rule has another number of axes.
+      ValueError: no row of `mhc.model.parameters` covers the path, or it has another number of axes.
     """
     # What is no copy of a parameter lies whole on every device: the guard's windows, Muon's polynomial coefficients.
     if ndim == 0 or re.search(r"(^|/)guard/|/ns_coeffs$", path):
         return ("window",) * ndim
-    axes = _declared_axes(path)
+    axes = parameter(path).axes
     full = ("layers", *axes) if re.search(r"(^|/)(leading_)?blocks/", path) else axes
     if len(full) != ndim:
         raise ValueError(f"{path} has {ndim} axes, its layout rule has {full}")
     check_rules(full)
     return full
-
-
-def _declared_axes(path: str) -> tuple[str, ...]:
-    declared = kinds.parameter(path)
-    if declared is not None:
-        return declared.axes
-    for pattern, axes in PARAMETER_AXES:
-        if re.search(rf"(^|/|_){pattern}$", path):
-            return axes
-    raise ValueError(f"no layout rule covers {path}; add one to mhc.sharding.PARAMETER_AXES")
 
 
 def path_of(key_path: tuple[Any, ...]) -> str:

@@ -19,12 +19,11 @@ from typing import Any
 
 from mhc import cli
 from mhc import config as configs
-from mhc.config import Config
+from mhc.config import Config, ModuleError
 from mhc.errors import UserError, did_you_mean
 from mhc.files import read_json, write_json
 from mhc.grid.arms import Arm, Grid, name_of, options_unknown, source_of
 from mhc.grid.folder import begun
-from mhc.kinds import ModuleError
 
 PROJECT = Path(__file__).parents[2]
 FILE = cli.GRID

@@ -1,64 +1,17 @@
-"""Learning-rate schedules, parameter groups by path, and the optimisers over them (optax)."""
+"""Learning-rate schedules, and the optimisers over the parameters (optax)."""
 
 from __future__ import annotations
 
-import re
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from mhc import kinds
 from mhc.config import Config
 from mhc.model.decoder import Params
+from mhc.model.parameters import parameter
 from mhc.sharding import path_of
-
-
-class Group(NamedTuple):
-    """What training does with a parameter."""
-
-    name: str  # how reports group it
-    decay: bool  # weight decay
-    muon: tuple[tuple[int, ...], tuple[int, ...]] | None  # input and output axes of the matrix Muon sees; None: AdamW
-
-
-# End of a parameter's path -> group; the first match counts and a path without one is an error. Axes are those of one
-# layer, from the right, so that the leading axis of stacked blocks is a batch of matrices to Muon.
-RULES: tuple[tuple[str, Group], ...] = (
-    (r"embed/table", Group("embedding", True, None)),
-    (r"positions/(table|bias)", Group("embedding", False, None)),
-    (r"head/kernel", Group("head", True, None)),
-    (r"attention/core/(query|key|value)", Group("attention", True, ((-3,), (-2, -1)))),
-    (r"attention/core/out", Group("attention", True, ((-3, -2), (-1,)))),
-    (r"attention/core/(query|kv)_down", Group("attention", True, ((-2,), (-1,)))),
-    (r"attention/core/(query|key|value)_up", Group("attention", True, ((-3,), (-2, -1)))),
-    (r"attention/core/\w+_bias", Group("attention", False, None)),
-    (r"attention/core/links/\w+/\w+", Group("attention", False, None)),
-    (r"mlp/core/((shared|experts)/)?(gate|up|down)", Group("feed_forward", True, ((-2,), (-1,)))),
-    (r"mlp/core/(gate|up|down)_bias", Group("feed_forward", False, None)),
-    (r"mlp/core/router", Group("router", True, None)),
-    (r"mlp/core/router_bias", Group("router", False, None)),
-    (r"norm/bias", Group("norms", False, None)),
-    (r"norm/scale", Group("norms", False, None)),
-)
-MAPS = "maps"  # the group of every residual topology's parameters, which their kinds declare (mhc.kinds)
-GROUPS = tuple(dict.fromkeys([*(group.name for _, group in RULES), MAPS]))
-
-
-def group_of(path: str) -> Group:
-    """The group of the parameter at ``path`` (a/b/c).
-
-    Raises:
-      ValueError: no rule covers the path.
-    """
-    declared = kinds.parameter(path)
-    if declared is not None:
-        return Group(MAPS, False, declared.muon)
-    for pattern, group in RULES:
-        if re.search(rf"(^|/|_){pattern}$", path):
-            return group
-    raise ValueError(f"no optimiser rule covers {path}; add one to mhc.train.optimizer.RULES")
 
 
 def map_paths(function: Any, tree: Any) -> Any:
@@ -71,9 +24,8 @@ def decay_mask(config: Config, params: Params) -> Any:
     decays."""
 
     def decays(path: str, _: Any) -> bool:
-        declared = kinds.parameter(path)
-        option = None if declared is None else declared.decayed_by
-        return group_of(path).decay or (option is not None and bool(getattr(config.residual, option)))
+        row = parameter(path)
+        return row.decay or (row.decayed_by is not None and bool(getattr(config.residual, row.decayed_by)))
 
     return map_paths(decays, params)
 
@@ -129,10 +81,10 @@ def make_optimizer(config: Config, params: Params) -> optax.GradientTransformati
         return optax.chain(decay, optax.sgd(1.0, momentum=o.momentum or None))
 
     def matrices(path: str, leaf: Any) -> optax.contrib.MuonDimensionNumbers | None:
-        group = group_of(path)
-        if group.muon is None:
+        muon = parameter(path).muon
+        if muon is None:
             return None
-        inputs, outputs = (tuple(leaf.ndim + axis for axis in axes) for axes in group.muon)
+        inputs, outputs = (tuple(leaf.ndim + axis for axis in axes) for axes in muon)
         return optax.contrib.MuonDimensionNumbers(reduction_axis=inputs, output_axis=outputs)
 
     muon = optax.contrib.muon(

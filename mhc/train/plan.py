@@ -13,8 +13,8 @@ from mhc.config import Config
 from mhc.data import tokenizers
 from mhc.model.decoder import DecoderDefinition
 from mhc.model.flops import count_parameters, flops_per_token, leaf_sizes
+from mhc.model.parameters import GROUPS, parameter
 from mhc.sharding import check_batch, make_mesh, path_of
-from mhc.train.optimizer import GROUPS, group_of
 from mhc.train.step import Trainer
 
 
@@ -34,7 +34,7 @@ def dry_run(config: Config, *, shardings: bool = False) -> dict[str, Any]:
     definition = DecoderDefinition(config)
     by_group = dict.fromkeys(GROUPS, 0)
     for path, size in leaf_sizes(definition).items():
-        by_group[group_of(path).name] += size
+        by_group[parameter(path).group] += size
     return {
         "params": {**count_parameters(definition), "by_group": {name: size for name, size in by_group.items() if size}},
         "flops_per_token": flops_per_token(config),

@@ -14,10 +14,11 @@ from jax.sharding import Mesh
 
 from mhc.config import Config, shares
 from mhc.model.decoder import STACKS, DecoderDefinition, Params
+from mhc.model.parameters import GROUPS, parameter
 from mhc.monitor import guard
 from mhc.sharding import batch_sharding, jit, replicated, shardings, traced_for
 from mhc.train.loss import cross_entropy
-from mhc.train.optimizer import GROUPS, group_of, learning_rate, make_optimizer, map_paths
+from mhc.train.optimizer import learning_rate, make_optimizer, map_paths
 from mhc.xla_options import known_options
 
 Batch = dict[str, jax.Array]
@@ -142,7 +143,7 @@ def norms(tree: Params) -> Norms:
 
     def add(path: str, leaf: jax.Array) -> None:
         square = jnp.square(leaf.astype(jnp.float32))
-        name = group_of(path).name
+        name = parameter(path).group
         groups[name] = groups.get(name, jnp.zeros(())) + jnp.sum(square)
         stack, _, rest = path.partition("/")
         if stack in STACKS:

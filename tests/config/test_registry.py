@@ -20,9 +20,9 @@ from mhc import kinds, residual, sharding
 from mhc.config import ResidualConfig
 from mhc.errors import UserError
 from mhc.model.block import build_topology
+from mhc.model.parameters import parameter
 from mhc.residual import protocol
 from mhc.rng import path_key
-from mhc.train import optimizer
 from tests.contracts import topologies
 
 OWN = (kinds.PLAIN, kinds.HC, kinds.MHC, kinds.MHC_LITE, kinds.KROMHC, kinds.IDENTITY)
@@ -166,17 +166,18 @@ def test_a_kind_has_a_default_number_of_streams(streams: tuple[int, ...], n: int
         (kinds.Kind("some", streams=()), "streams must be a tuple of ints from 1"),
         (kinds.Kind("some", streams=(0, 2)), "streams must be a tuple of ints from 1"),
         (kinds.Kind("some", streams=4), "streams must be a tuple of ints from 1"),  # type: ignore[arg-type]
-        (kinds.Kind("some", collapses=()), "collapses name a way to end"),
+        (kinds.Kind("some", collapses=()), "collapses must not be empty"),
         (kinds.Kind("some.kind"), "its name must be letters, digits"),
         (kinds.Kind(""), "its name must be letters, digits"),
         (kinds.Kind("some", options={"a-b": kinds.Option("a", default=1)}), "must be a Python identifier"),
         (kinds.Kind("some", options={"init": kinds.Option("a preset", default="a")}), "every kind has a field"),
-        (kinds.Kind("some", options={"iters": kinds.Option("rounds", default=3)}), "declared in another way"),
+        (kinds.Kind("some", options={"iters": kinds.Option("rounds", default=3)}), "declared differently"),
         (
             kinds.Kind("some", parameters={"turn": kinds.Parameter(("maps",), decayed_by="x")}),
             "no option 'x' decays it",
         ),
         (kinds.Kind("some", preserving={"speed": 1}), "preserving names 'speed'"),
+        (kinds.Kind("some", convention="speed"), "convention names 'speed'"),
     ],
 )
 def test_a_kind_that_contradicts_itself_or_others_is_refused(kind: kinds.Kind, why: str) -> None:
@@ -211,7 +212,7 @@ def test_every_parameter_is_declared_with_its_axes(kind: kinds.Kind) -> None:
     assert {path.removeprefix("x_residual/") for path in found if path[0] == "x"} == set(kind.parameters)
     for path, shape in found.items():
         assert len(sharding.logical_axes(path, len(shape))) == len(shape)
-        assert optimizer.group_of(path)[:2] == ("maps", False)
+        assert parameter(path).group == "maps" and not parameter(path).decay
 
 
 @by_name
@@ -285,7 +286,7 @@ def from_config(kind: str, **fields: object) -> Any:
 
 
 def test_an_undeclared_parameter_is_an_error() -> None:
-    for rule in (lambda path: sharding.logical_axes(path, 1), optimizer.group_of):
+    for rule in (lambda path: sharding.logical_axes(path, 1), parameter):
         with pytest.raises(ValueError, match="no residual kind declares a parameter 'gain'"):
             rule("blocks/mlp_residual/gain")
 
@@ -295,7 +296,7 @@ def test_a_name_or_a_parameter_cannot_be_declared_twice_in_different_ways() -> N
     before = kinds.names()
     with pytest.raises(ValueError, match="'mhc' is already declared"):
         kinds.declare(kinds.Kind("mhc"))
-    with pytest.raises(ValueError, match="parameter 'phi' of kind 'other' is declared in another way"):
+    with pytest.raises(ValueError, match="parameter 'phi' of kind 'other' is declared differently"):
         kinds.declare(kinds.Kind("other", parameters={"phi": kinds.Parameter(("embed",))}))
     assert kinds.names() == before
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -92,7 +93,7 @@ def test_other_observations_are_another_source() -> None:
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory):
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """Return a function from (task, control) to the folder of a run of a few steps."""
     root = tmp_path_factory.mktemp("windtunnel")
 
@@ -121,7 +122,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory):
     "source", ["windtunnel:bijection,symbols=4", "windtunnel:hmm,observations=2,states=2,symbols=2"]
 )
 def test_the_program_measures_runs_and_compares_topologies(
-    source: str, trained, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    source: str, trained: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model, control = trained(source), trained(source, "tokenwise")
     assert main(["--checkpoint", str(model), str(control), "--sequences", "64", "--out", str(tmp_path / "out")]) == 0
@@ -139,7 +140,7 @@ def test_the_program_measures_runs_and_compares_topologies(
     assert "Belief against the exact posterior" in page and "data:image/png" in page
 
 
-def test_more_observations_than_trained(trained, capsys: pytest.CaptureFixture[str]) -> None:
+def test_more_observations_than_trained(trained: Callable[..., Path], capsys: pytest.CaptureFixture[str]) -> None:
     model = trained("windtunnel:hmm,observations=2,states=2,symbols=2")
     assert main(["--checkpoint", str(model), "--sequences", "8", "--observations", "5"]) == 0
     capsys.readouterr()

@@ -7,14 +7,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mhc.config import from_config_dict, resolve
+from mhc.config import Config, from_config_dict, resolve
 from mhc.errors import UserError
 from mhc.model.decoder import Decoder
 from mhc.model.flops import count_parameters, flops_per_token
 
 
-def config(**attention: object):
-    groups = {
+def config(**attention: object) -> Config:
+    groups: dict[str, dict[str, object]] = {
         "model": {"layers": 2, "width": 16},
         "attention": {"heads": 2, **attention},
         "data": {"sequence_length": 8},

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import re
 from typing import Any
 
 import jax
@@ -15,7 +14,8 @@ import pytest
 from mhc import kinds
 from mhc.config import Config
 from mhc.model.decoder import DecoderDefinition
-from mhc.train.optimizer import GROUPS, RULES, decay_mask, group_of, make_optimizer
+from mhc.model.parameters import GROUPS, TABLE, matches, parameter
+from mhc.train.optimizer import decay_mask, make_optimizer
 from tests.small import ZOO, by_path, distance, random_params, small, with_fields
 
 MATRICES = {
@@ -60,7 +60,7 @@ def maps_of(kind: str) -> set[str]:
 def test_every_parameter_of_every_kind_has_its_group(kind):
     config = small(kind)
     assert paths(config) == MATRICES | NORMS | maps_of(kind)
-    groups = {path: group_of(path).name for path in paths(config)}
+    groups = {path: parameter(path).group for path in paths(config)}
     assert {path for path, name in groups.items() if name == "maps"} == maps_of(kind)
     assert {path for path, name in groups.items() if name == "norms"} == NORMS
     assert {path for path, name in groups.items() if name == "embedding"} == {"embed/table"}
@@ -79,7 +79,7 @@ def test_every_parameter_of_the_model_zoo_has_its_group(name):
         vector = path.endswith(("_bias", "norm/scale", "norm/bias", "positions/bias", "positions/table"))
         assert (path in decayed) != vector, path
         orthogonal = path.startswith(("blocks/", "leading_blocks/")) and not vector and not path.endswith("/router")
-        assert (group_of(path).muon is not None) == orthogonal, path
+        assert (parameter(path).muon is not None) == orthogonal, path
 
 
 def test_no_rule_shadows_another():
@@ -87,8 +87,8 @@ def test_no_rule_shadows_another():
     cases = [("hc", {"residual": {"collapse": "head"}}), ("mhc", {"mlp": {"kind": "gelu"}})]
     for kind, others in [*cases, *(("plain", groups) for groups in ZOO.values())]:
         for path in paths(small(kind, **others)):
-            matches = [pattern for pattern, _ in RULES if re.search(rf"(^|/|_){pattern}$", path)]
-            assert len(matches) + (kinds.parameter(path) is not None) == 1, path
+            rows = [pattern for pattern, _ in TABLE if matches(pattern, path)]
+            assert len(rows) + (kinds.parameter(path) is not None) == 1, path
 
 
 @pytest.mark.parametrize(
@@ -96,14 +96,14 @@ def test_no_rule_shadows_another():
 )
 def test_an_unknown_path_is_an_error(path):
     with pytest.raises(ValueError, match=path or "covers"):
-        group_of(path)
+        parameter(path)
 
 
 def test_a_head_of_the_residual_is_no_output_head():
     config = small("mhc", residual={"collapse": "head"})
     extra = paths(config) - paths(small("mhc"))
     assert extra == {"residual/head/fn", "residual/head/base", "residual/head/scale"}
-    assert {group_of(path).name for path in extra} == {"maps"}
+    assert {parameter(path).group for path in extra} == {"maps"}
     assert not mask_of(config) & extra
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import grain
 import numpy as np
 
 from mhc.config import DataConfig
+from mhc.data.corpus.indexed import IndexedFiles
 from mhc.data.corpus.pieces import Pieces, piece_size
 from mhc.data.corpus.sources import Source, joint_fingerprint, parts
 from mhc.data.rows.encoding import Encode, open_corpus
@@ -18,7 +19,7 @@ from mhc.data.windtunnel.rows import TaskOrder, open_task
 
 
 class Order(NamedTuple):
-    """One source's documents in the order that training reads them, without end."""
+    """Holds the documents of one source in the order that training reads them, without end."""
 
     source: Source
     pieces: Pieces
@@ -39,7 +40,10 @@ class Order(NamedTuple):
 
 
 def open_orders(data: DataConfig, tokenizer: Tokenizer, seed: int) -> list[Order] | list[TaskOrder]:
-    """Return the order of each source of a split; of a wind tunnel, its endless sequences."""
+    """Open the sources of training, each with the endless order of its documents that the seed gives.
+
+    A wind tunnel has the endless order of its sequences.
+    """
     made = open_task(data)
     if made is not None:
         return [TaskOrder(made, data.source, seed)]
@@ -56,5 +60,14 @@ def open_orders(data: DataConfig, tokenizer: Tokenizer, seed: int) -> list[Order
 
 
 def fingerprint(orders: Sequence[Order | TaskOrder]) -> str:
-    """Return a text in hexadecimal that is equal where the corpora and their orders are."""
-    return orders[0].source.fingerprint if len(orders) == 1 else joint_fingerprint([order.source for order in orders])
+    """Return a hash of the corpora, in hex: equal where names, sizes and the way of reading are."""
+    sources: list[Any] = [order.source for order in orders]
+    return sources[0].fingerprint if len(sources) == 1 else joint_fingerprint(sources)
+
+
+def digests(orders: Sequence[Order | TaskOrder]) -> dict[str, str]:
+    """Return {source as the user named it: a hash of what it holds, in hex}; of files it covers their contents."""
+    sources: list[Any] = [order.source for order in orders]
+    return {
+        source.label: source.digest if isinstance(source, IndexedFiles) else source.fingerprint for source in sources
+    }
