@@ -1,6 +1,6 @@
 """The bijection wind tunnel: a posterior that is known exactly (mhc.data.windtunnel, arXiv:2512.22471).
 
-    python train.py --config configs/windtunnel_bijection.py:laptop --workdir runs/bijection
+python train.py --config configs/windtunnel_bijection.py:laptop --workdir runs/bijection
 """
 
 from __future__ import annotations

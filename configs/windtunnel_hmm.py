@@ -1,6 +1,6 @@
 """The hidden Markov wind tunnel: a filtered posterior that is known exactly (mhc.data.windtunnel, arXiv:2512.22471).
 
-    python train.py --config configs/windtunnel_hmm.py:laptop --workdir runs/hmm
+python train.py --config configs/windtunnel_hmm.py:laptop --workdir runs/hmm
 """
 
 from __future__ import annotations
