@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from mhc import kernels
@@ -17,20 +18,6 @@ from mhc.residual.mixing.sinkhorn import Sinkhorn
 from mhc.residual.runner import Runner
 from mhc.residual.streams import StreamConnection, StreamTopology, TokenMaps
 from mhc.rng import PathKey, path_key
-
-
-def transpose_res_logits(parameters: Mapping[str, jax.Array], n: int) -> dict[str, jax.Array]:
-    """Return phi and bias of one connection (or of stacked ones) with the residual logits [N, N] transposed.
-
-    The logits are the last N * N columns, as those of mhc are: see `ManifoldMaps`.
-    """
-
-    def transposed(leaf: jax.Array) -> jax.Array:
-        others, res = leaf[..., : 2 * n], leaf[..., 2 * n :]
-        square = res.reshape(*res.shape[:-1], n, n)
-        return jnp.concatenate([others, jnp.swapaxes(square, -1, -2).reshape(res.shape)], axis=-1)
-
-    return {name: transposed(parameters[name]) for name in ("phi", "bias")}
 
 
 class ManifoldMaps(StreamConnection):
@@ -59,6 +46,19 @@ class ManifoldMaps(StreamConnection):
         logits = raw * alpha.reshape(-1, *tokens) + self.bias[...].reshape(-1, *tokens)
         pre = jax.nn.sigmoid(logits[:n]) + (self.map_eps if self.preset == "deepseek" else 0.0)
         return TokenMaps(pre, 2.0 * jax.nn.sigmoid(logits[n : 2 * n]), self.mixing(logits[2 * n :], n))
+
+
+def reordered(params: Mapping[str, jax.Array], order: np.ndarray) -> dict[str, jax.Array]:
+    """Return the parameters of a connection with its residual logits in another order, [R] of places.
+
+    They are the last R entries of the last axis of phi and bias.
+    """
+
+    def swap(leaf: jax.Array) -> jax.Array:
+        rest = leaf.shape[-1] - len(order)
+        return jnp.concatenate([leaf[..., :rest], leaf[..., rest:][..., order]], axis=-1)
+
+    return {**params, **{name: swap(params[name]) for name in ("phi", "bias")}}
 
 
 class ManifoldHyperConnections(StreamTopology):
