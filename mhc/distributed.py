@@ -1,4 +1,4 @@
-"""The processes of one run: they find each other, agree, and stop together. jax.distributed does the work.
+"""Let the processes of a run find each other, agree, and stop together. jax.distributed does the work.
 
 Every process runs the same program on its devices and its rows of each batch; process 0 alone writes. What one process
 alone knows (a user's mistake, a signal, a position in its data) is shared here, so that all take the same path. Every

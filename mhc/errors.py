@@ -1,4 +1,4 @@
-"""The exception for a user's mistake, and the nearest name that its message offers."""
+"""Define the exception for a user's mistake, and find the nearest name that its message offers."""
 
 from __future__ import annotations
 

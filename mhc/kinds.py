@@ -1,4 +1,4 @@
-"""The residual kinds: what each allows, which options it has, and how training treats its parameters.
+"""Declare the residual kinds: what each allows, its options, and how training treats its parameters.
 
 This module is free of jax, so that a configuration is refused before anything heavy is loaded. A kind of this project
 is one row of the table below and one file in ``mhc/residual``; ``mhc.residual.register`` adds a kind from elsewhere.

@@ -1,4 +1,4 @@
-"""run.json: it records each start of a run, so that the run can be started again and compared with others.
+"""Record each start of a run in run.json, so that the run can be started again and compared with others.
 
     {"format": 1, "config": {…}, "starts": [{"time": …, "step": 0, "command": […], "code": {…}, …}, …]}
 

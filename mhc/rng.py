@@ -1,4 +1,4 @@
-"""PRNG keys that follow from a parameter's path: adding a parameter does not change the initial values of others."""
+"""Derive PRNG keys from parameters' paths, so that adding a parameter does not change the initial values of others."""
 
 from __future__ import annotations
 

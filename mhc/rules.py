@@ -1,4 +1,4 @@
-"""The rule of a configuration field: its meaning, the values that it may hold, and the refusal of others."""
+"""Describe what a configuration field may hold, and refuse other values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Configuration: frozen, validated dataclasses that describe a run.
+"""Describe a run by frozen, validated dataclasses.
 
 Config files and command lines hold an ``ml_collections.ConfigDict`` (``configs/*.py``, ``--config.field=value``).
 `from_config_dict` turns it into a `Config`; nothing below sees a ConfigDict. ``None`` means "derive it" or "none", as

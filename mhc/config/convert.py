@@ -1,4 +1,4 @@
-"""Conversions of a Config from and to what files and command lines hold: ConfigDicts, nested dicts, JSON, overrides."""
+"""Convert a Config from and to ConfigDicts, nested dicts and JSON, and change it by overrides."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ def default() -> Any:
         from ml_collections import ConfigDict
         from ml_collections.config_dict import placeholder
     except ModuleNotFoundError:
-        raise extras.MissingExtra(f"mhc.config.default() needs ml_collections: {extras.command('train')}") from None
+        extras.require_train("mhc.config.default()")
+        raise
     config = ConfigDict()
     for group in groups():
         config[group] = part = ConfigDict()

@@ -1,4 +1,4 @@
-"""Every field of a run: its type, default, meaning and allowed values.
+"""Declare every field of a run: its type, default, meaning and allowed values.
 
 ``python train.py --fields [GROUP]`` prints this list. ``None`` means "derive it" or "none", as the field's words say.
 The options of residual kinds, such as ``residual.iters``, are declared with their kinds in ``mhc/kinds.py``. The

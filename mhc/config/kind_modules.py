@@ -1,4 +1,4 @@
-"""Importing the modules of ``residual.module``, which register residual kinds from elsewhere."""
+"""Import the modules of ``residual.module``, which register residual kinds from elsewhere."""
 
 from __future__ import annotations
 
@@ -34,6 +34,7 @@ def load(modules: str | None) -> None:
 
     Raises:
       ModuleError: there is no such module, or importing it fails; the message has the file and line.
+      UserError: ``modules`` is no list of module names.
     """
     for name in [] if modules is None else _module_names("residual.module", modules):
         if name in sys.modules:

@@ -1,4 +1,4 @@
-"""What sets the group ``residual`` apart: its fields depend on the kind, which may come from elsewhere."""
+"""Implement the group ``residual``, whose fields depend on the kind, which may come from elsewhere."""
 
 from __future__ import annotations
 
