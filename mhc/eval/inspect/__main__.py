@@ -54,7 +54,9 @@ _LEAST = {"rows": 0, "batch_size": 1, "draws": 0, "seed": 0, "reference": 0, "to
 
 def _parser() -> cli.Parser:
     parser = cli.Parser(
-        prog="python -m eval.inspect", description="Profiles, ablations, activation patching, attention patterns."
+        description="Profiles, ablations, activation patching, attention patterns.",
+        example="{prog} profile --checkpoint runs/a --out report",
+        fields=checkpoints.FIELDS,
     )
     parser.add_argument("view", help=", ".join(VIEWS))
     checkpoints.add_arguments(parser)

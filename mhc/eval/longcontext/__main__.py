@@ -35,7 +35,11 @@ PARTS = ("needles", "distractors", "joined", "loss", "cost")
 
 
 def _parser() -> cli.Parser:
-    parser = cli.Parser(prog="python -m eval.longcontext", description="How far the context reaches, and its cost.")
+    parser = cli.Parser(
+        description="How far the context reaches, and its cost.",
+        example="{prog} --checkpoint runs/a --out report",
+        fields=checkpoints.FIELDS,
+    )
     checkpoints.add_arguments(parser, several=True)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="what is measured; without: all")
     parser.add_argument(

@@ -39,7 +39,9 @@ COMPUTED = ("model.dtype", "model.scan", "attention.impl")
 
 def _parser() -> cli.Parser:
     parser = cli.Parser(
-        prog="python -m eval.regression", description="Save the logits of fixed tokens, or compare a checkpoint's."
+        description="Save the logits of fixed tokens, or compare a checkpoint's.",
+        example="{prog} --checkpoint runs/a --against golden.npz",
+        fields=(*checkpoints.FIELDS, *COMPUTED),
     )
     checkpoints.add_arguments(parser)
     parser.add_argument("--save", metavar="FILE", help="write a golden file")
@@ -131,7 +133,7 @@ def main(arguments: Sequence[str]) -> int:
     """Run the command line; return the exit code. Raises UserError for a mistake."""
     parser = _parser()
     options, rest = parser.parse_known_args(arguments)
-    changes = checkpoints.parse_changes(rest, parser, COMPUTED)
+    changes = checkpoints.parse_changes(rest, parser)
     _check(options)
     if options.dtype is not None:
         changes["model.dtype"] = options.dtype
