@@ -64,14 +64,16 @@ def counted(config: Config, batch: Batch) -> Batch:
 def loss_parts(definition: DecoderDefinition, params: Params, batch: Batch) -> LossParts:
     """Cross-entropy of a batch (tokens, targets, segment_ids, positions [B, T] int32, weights [B, T] float32).
 
-    Of a mixture ``sources`` [B] int32 says which source each row is of.
+    Of a mixture ``sources`` [B] int32 says which source each row is of. Where there is a ``posterior`` [B, T, C]
+    float32, it stands for the targets.
     """
     decoder = definition.bind(params)
     hidden = decoder.forward(batch["tokens"], batch["segment_ids"], batch["positions"])
     member = None
     if "sources" in batch:
         member = jax.nn.one_hot(batch["sources"], len(shares(definition.config.data.source)))
-    sums = cross_entropy(decoder, hidden.h, batch["targets"], batch["weights"], member)
+    targets = batch.get("posterior", batch["targets"])
+    sums = cross_entropy(decoder, hidden.h, targets, batch["weights"], member)
     weights = batch["weights"]
     by_source = jnp.zeros(0) if member is None else jnp.sum(jnp.sum(weights, axis=1, keepdims=True) * member, axis=0)
     return LossParts(*sums, weight=jnp.sum(weights), source_weight=by_source, router=hidden.router)
