@@ -64,16 +64,19 @@ def counted(config: Config, batch: Batch) -> Batch:
 
 
 def loss_parts(definition: DecoderDefinition, params: Params, batch: Batch) -> LossParts:
-    """Cross-entropy of a batch (tokens, targets, segment_ids, positions [B, T] int32, weights [B, T] float32).
+    """Return the cross-entropy of a batch, and what its experts' routers did.
 
-    Of a mixture ``sources`` [B] int32 says which source each row is of.
+    Args:
+      batch: tokens, targets, segment_ids, positions [B, T] int32 and weights [B, T] float32; of a mixture also sources
+        [B] int32, the number of each row's source.
     """
     decoder = definition.bind(params)
     hidden = decoder.forward(batch["tokens"], batch["segment_ids"], batch["positions"])
     member = None
     if "sources" in batch:
         member = jax.nn.one_hot(batch["sources"], len(shares(definition.config.data.source)))
-    sums = cross_entropy(decoder, hidden.h, batch["targets"], batch["weights"], member)
+    with jax.named_scope("loss"):
+        sums = cross_entropy(decoder, hidden.h, batch["targets"], batch["weights"], member)
     weights = batch["weights"]
     by_source = jnp.zeros(0) if member is None else jnp.sum(jnp.sum(weights, axis=1, keepdims=True) * member, axis=0)
     return LossParts(sums, weight=jnp.sum(weights), source_weight=by_source, router=hidden.router)
@@ -263,15 +266,17 @@ class Trainer:
         metrics: dict[str, Any] = {"grad": norms(grads)}
         verdict, guard_state = guard.judge(config, state.guard, loss, grad_norm)
 
-        scale = jnp.ones(()) if verdict.scale is None else verdict.scale
-        if config.optimizer.clip_norm is not None:
-            scale = scale * jnp.minimum(1.0, config.optimizer.clip_norm / jnp.maximum(scale * grad_norm, 1e-30))
-        grads = jax.tree.map(lambda g: g * scale, grads)
-        updates, opt_state = self.optimizer.update(grads, state.opt_state, state.params)
-        rate = learning_rate(config, state.step - state.skipped)  # a skipped update leaves the schedule where it was
-        updates = jax.tree.map(lambda u: rate * u, updates)
-        params = optax.apply_updates(state.params, updates)
-        params = scheduled(config, balanced(config, params, parts.router), state.step - state.skipped + 1)
+        with jax.named_scope("optimizer"):
+            scale = jnp.ones(()) if verdict.scale is None else verdict.scale
+            if config.optimizer.clip_norm is not None:
+                scale = scale * jnp.minimum(1.0, config.optimizer.clip_norm / jnp.maximum(scale * grad_norm, 1e-30))
+            grads = jax.tree.map(lambda g: g * scale, grads)
+            updates, opt_state = self.optimizer.update(grads, state.opt_state, state.params)
+            applied = state.step - state.skipped  # a skipped update leaves the schedule where it was
+            rate = learning_rate(config, applied)
+            updates = jax.tree.map(lambda u: rate * u, updates)
+            params = optax.apply_updates(state.params, updates)
+            params = scheduled(config, balanced(config, params, parts.router), applied + 1)
 
         def keep(new: Any, old: Any) -> Any:
             return jax.tree.map(lambda a, b: jnp.where(verdict.apply, a, b), new, old)
