@@ -1,1 +1,1 @@
-"""Configurations: default.py makes every field, the other files change what they need to."""
+"""Hold the ready configurations: default.py lists every field, the other files change some of them."""

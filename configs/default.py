@@ -1,4 +1,4 @@
-"""Every field of a run with its default; ``python train.py --fields`` prints them with their meaning.
+"""List every field of a run with its default; ``python train.py --fields`` prints them with their meaning.
 
 ``--config.residual.n=4`` or ``--config.optimizer.clip_norm=None`` sets a field on the command line. A config file of
 your own changes some fields and keeps the rest, as configs/demo.py does.

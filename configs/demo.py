@@ -1,4 +1,4 @@
-"""The demo: deep and narrow, so that the product of many residual maps shows within minutes on two CPU cores."""
+"""Configure the demo, deep and narrow: a product of many residual maps shows within minutes on two CPU cores."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from configs import default
 
 
 def get_config() -> ConfigDict:
-    """16 blocks of width 32 on the embedded corpus, 150 steps, at a rate at which the plain residual is healthy."""
+    """Return 16 blocks of width 32 on the embedded corpus, 150 steps, at a rate at which plain is healthy."""
     config = default.get_config()
     config.model.layers = 16
     config.model.width = 32

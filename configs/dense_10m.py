@@ -1,4 +1,4 @@
-"""About ten million parameters: for a laptop, and for measuring topologies against each other."""
+"""Configure about ten million parameters: for a laptop, and for measuring topologies against each other."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from configs import default
 
 
 def get_config() -> ConfigDict:
-    """8 blocks of width 320, 4096 tokens a step, the embedded corpus in bytes."""
+    """Return 8 blocks of width 320, 4096 tokens a step, the embedded corpus in bytes."""
     config = default.get_config()
     config.model.layers = 8
     config.model.width = 320

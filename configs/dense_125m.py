@@ -1,4 +1,4 @@
-"""About 125 million parameters (GPT-2 small's shape): for one accelerator."""
+"""Configure about 125 million parameters (GPT-2 small's shape): for one accelerator."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from configs import default
 
 
 def get_config() -> ConfigDict:
-    """12 blocks of width 768, 524,288 tokens a step, 10 billion in all; name a corpus and a tokenizer."""
+    """Return 12 blocks of width 768, 524,288 tokens a step, 10 billion in all; name a corpus and a tokenizer."""
     config = default.get_config()
     config.model.layers = 12
     config.model.width = 768

@@ -1,4 +1,4 @@
-"""About a billion parameters (grouped queries, 16 wide blocks): for a slice or a few hosts."""
+"""Configure about a billion parameters (grouped queries, 16 wide blocks): for a slice or a few hosts."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ from configs import default
 
 
 def get_config() -> ConfigDict:
-    """16 blocks of width 2048, a million tokens a step, 42 billion in all; name a corpus, a tokenizer and a mesh."""
+    """Return 16 blocks of width 2048, a million tokens a step, 42 billion in all.
+
+    Name a corpus, a tokenizer and a mesh.
+    """
     config = default.get_config()
     config.model.layers = 16
     config.model.width = 2048

@@ -1,4 +1,4 @@
-"""About 350 million parameters (GPT-2 medium's shape): for one host."""
+"""Configure about 350 million parameters (GPT-2 medium's shape): for one host."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from configs import default
 
 
 def get_config() -> ConfigDict:
-    """24 blocks of width 1024, 524,288 tokens a step, 16 billion in all; name a corpus and a tokenizer."""
+    """Return 24 blocks of width 1024, 524,288 tokens a step, 16 billion in all; name a corpus and a tokenizer."""
     config = default.get_config()
     config.model.layers = 24
     config.model.width = 1024

@@ -1,4 +1,4 @@
-"""A mixture of experts with about 100 million active parameters of 370 million: for one host."""
+"""Configure a mixture of experts, 100 million active parameters of about 370 million: for one host."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ from configs import default
 
 
 def get_config() -> ConfigDict:
-    """12 blocks of width 512, 16 experts, 2 of them a token, and 1 that all share; name a corpus and a tokenizer."""
+    """Return 12 blocks of width 512 with 16 experts, of which a token takes 2, and 1 that all tokens share.
+
+    Name a corpus and a tokenizer.
+    """
     config = default.get_config()
     config.model.layers = 12
     config.model.width = 512

@@ -1,7 +1,7 @@
-"""The config of a run, to go on from or to change: --config configs/of_run.py:runs/a.
+"""Take the config of a run, to continue it or to change it: ``--config configs/of_run.py:runs/a``.
 
-What the run's config was given and what was derived from it cannot be told apart in its folder; a field that holds just
-what would be derived is derived again, so that it follows the fields that it depends on.
+A run's folder does not record which values were given and which were derived. A field that holds what would be derived
+is derived again, so that it follows the fields that it depends on.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from mhc.errors import UserError
 
 
 def get_config(run: str = "") -> ConfigDict:
-    """The config of the run in folder ``run``. Raises UserError where there is none."""
+    """Return the config of the run in folder ``run``. Raises UserError where there is none."""
     stored = Path(run) / "config.json"
     if not run or not stored.is_file():
         raise UserError(f"configs/of_run.py:{run}: no run folder, allowed: configs/of_run.py:RUN, e.g. runs/a")
     config = configs.from_json(stored.read_text(), stored)
-    made = default.get_config()
+    result = default.get_config()
     for name in configs.field_names():
         group, _, field = name.partition(".")
         value = None if configs.is_derived(config, name) else configs.value_of(config, name)
         if value is not None:
-            made[group][field] = value
-        elif made[group].get(field) is not None:
-            with made.ignore_type():
-                made[group][field] = None
-    return made
+            result[group][field] = value
+        elif result[group].get(field) is not None:
+            with result.ignore_type():
+                result[group][field] = None
+    return result

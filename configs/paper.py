@@ -1,4 +1,4 @@
-"""What the three models of the mHC paper (arXiv:2512.24880) share; configs/paper_{3b,9b,27b}.py choose a size.
+"""Configure the three models of the mHC paper (arXiv:2512.24880); configs/paper_{3b,9b,27b}.py choose a size.
 
 Two things are unpublished, and these choices reproduce the published counts: queries are not compressed, and the one
 leading dense layer has a feed-forward of 8 expert widths. Name a corpus, a tokenizer of at most 129,280 tokens and a
@@ -15,7 +15,7 @@ from configs import default
 def get_config(
     layers: int, width: int, expert_width: int, experts: int, heads: int, batch: int, steps: int, lr: float
 ) -> ConfigDict:
-    """A model of the paper's family, as it was trained."""
+    """Return a model of the paper's family, as it was trained."""
     config = default.get_config()
     config.model.layers = layers
     config.model.width = width

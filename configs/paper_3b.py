@@ -1,4 +1,4 @@
-"""The mHC paper's 3B model."""
+"""Configure the mHC paper's 3B model."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from configs import paper
 
 
 def get_config() -> ConfigDict:
-    """2.97 billion parameters, 612 million of them active.
+    """Return 2.97 billion parameters, 612 million of them active.
 
     It was also trained on a trillion tokens: batch 2560, 100,000 steps, rate 9.0e-4.
     """

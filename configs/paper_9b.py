@@ -1,4 +1,4 @@
-"""The mHC paper's 9B model."""
+"""Configure the mHC paper's 9B model."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from configs import paper
 
 
 def get_config() -> ConfigDict:
-    """9.18 billion parameters, 1.66 billion of them active."""
+    """Return 9.18 billion parameters, 1.66 billion of them active."""
     return paper.get_config(
         layers=18, width=1920, expert_width=1280, experts=64, heads=24, batch=512, steps=50_000, lr=5.9e-4
     )

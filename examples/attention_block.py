@@ -79,7 +79,7 @@ def main(arguments: list[str] | None = None) -> float:
     optimizer = nnx.Optimizer(model, optax.adam(3e-3), wrt=nnx.Param)
     rng = np.random.default_rng(0)
     for step in range(args.steps):
-        loss = float(train_step(model, optimizer, rng.integers(0, VOCABULARY, (32, LENGTH))))
+        loss = float(train_step(model, optimizer, jnp.asarray(rng.integers(0, VOCABULARY, (32, LENGTH)))))
         if step % 20 == 0 or step == args.steps - 1:
             print(f"step {step:4d}  loss {loss:.3f} nats a token (a guess: {np.log(VOCABULARY):.3f})", flush=True)
     return loss

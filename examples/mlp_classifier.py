@@ -49,14 +49,14 @@ class Classifier(nnx.Module):
         return self.head(self.connections[-1].collapse(x))  # once
 
 
-def spirals(count: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
+def spirals(count: int, seed: int) -> tuple[jax.Array, jax.Array]:
     """Draw points on three arms of a spiral, with a little noise; return (points [count, 2] float32, labels int32)."""
     rng = np.random.default_rng(seed)
     labels = rng.integers(0, CLASSES, count)
     radius = np.sqrt(rng.uniform(0.02, 1.0, count))
     angle = 8.0 * radius + 2 * np.pi * labels / CLASSES + 0.3 * rng.normal(size=count)
     points = radius[:, None] * np.stack([np.cos(angle), np.sin(angle)], axis=-1)
-    return points.astype(np.float32), labels.astype(np.int32)
+    return jnp.asarray(points, jnp.float32), jnp.asarray(labels, jnp.int32)
 
 
 def cross_entropy(model: Classifier, points: jax.Array, labels: jax.Array) -> jax.Array:

@@ -1,4 +1,4 @@
-"""The implementations of attention and what each lacks.
+"""List the implementations of attention and what each lacks.
 
 Like `mhc.kinds` this module is free of jax, so that a configuration is refused before anything heavy is loaded.
 `mhc.model.attention` holds the implementations.

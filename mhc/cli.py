@@ -1,4 +1,4 @@
-"""What command-line programs share: arguments, config files with overrides, exit codes, and errors of one line.
+"""Do what all command-line programs share: arguments, config files with overrides, exit codes, errors of one line.
 
 Exit codes: 0 done, 2 a user's mistake, 6 a full disk, 130 interrupted from the keyboard, 141 nobody reads the result
 any more (``… | head``), 143 by SIGTERM where a program handles it. A program that has further codes documents them.
@@ -12,18 +12,16 @@ import contextlib
 import logging
 import os
 import re
-import runpy
 import signal
 import sys
 import textwrap
-import traceback
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from mhc import config as config_lib
-from mhc import extras, full_disk, remote, stdio
+from mhc import extras, full_disk, python_files, remote, stdio
 from mhc.config import Config
 from mhc.errors import UserError, did_you_mean
 
@@ -241,13 +239,16 @@ def load_config(path: str, arguments: Sequence[str], parser: Parser) -> Config:
     """Return the validated Config of a config file and the overrides on the command line.
 
     Args:
-      path: a Python file with ``get_config() -> ConfigDict``; ``file.py:text`` calls ``get_config(text)``.
+      path: a Python file with ``get_config() -> ConfigDict``, where ``file.py:text`` calls ``get_config(text)``; or the
+        ``config.json`` of a run.
       arguments: what the parser left over: ``--config.group.field=value`` (or a space for ``=``), nothing else.
       parser: names the options in the complaint about anything else.
 
     Raises:
       UserError: a file that cannot be loaded, an unknown or mistyped override, or an invalid config.
     """
+    if path.endswith(".json"):
+        return override(_read_config(path), arguments, parser)
     tree = _run_config_file(path).to_dict()
     config_lib.load_kinds(tree)  # the overrides may set options of its kinds
     for name, value in overrides(arguments, parser).items():
@@ -327,29 +328,25 @@ def field_lines(group: str) -> list[str]:
     return [f"{name} = {config_lib.default_of(name)!r}  # {config_lib.describe(name)}" for name in names]
 
 
+def _read_config(path: str) -> Config:
+    """Return the Config that a run stored. Raises UserError with the file for whatever is wrong with it."""
+    siblings = [str(entry) for entry in sorted(Path(path).parent.glob("*.json"))]
+    if not Path(path).is_file():
+        raise UserError(f"config file {path}: no such file{did_you_mean(path, siblings)}")
+    try:
+        return config_lib.from_json(Path(path).read_text("utf-8"))
+    except (UserError, UnicodeDecodeError, OSError) as error:
+        raise UserError(f"config file {path}: {error}") from None
+
+
 def _run_config_file(path: str) -> ConfigDict:
     """Return what the file's get_config returns. Raises UserError with file and line for whatever goes wrong in it."""
-    file, colon, text = path.partition(":")
-    if not Path(file).is_file():
-        siblings = [str(entry) for entry in sorted(Path(file).parent.glob("*.py"))]
-        raise UserError(f"config file {file}: no such file{did_you_mean(file, siblings)}")
+    file = path.partition(":")[0]
     extras.require_train(f"config file {file}")
     from ml_collections import ConfigDict
 
-    try:
-        get_config = runpy.run_path(file).get("get_config")
-        if get_config is None:
-            raise UserError(f"config file {file}: it defines no get_config()")
-        config = get_config(text) if colon else get_config()
-    except SyntaxError as error:
-        raise UserError(f"config file {error.filename}, line {error.lineno}: {error.msg}") from None
-    except UserError:
-        raise
-    except Exception as error:  # the file is the user's, and so is whatever it raises
-        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
-        reason = error.args[0] if isinstance(error, KeyError) and error.args else error  # str() of a KeyError is quoted
-        place = f", line {lines[-1]}" if lines else ""
-        raise UserError(f"config file {file}{place}: {type(error).__name__}: {reason}") from None
+    siblings = [str(entry) for entry in sorted(Path(file).parent.glob("*.py"))]
+    config = python_files.result_of(path, "get_config", "config", near=siblings)
     if not isinstance(config, ConfigDict):
         raise UserError(
             f"config file {file}: get_config() gives {type(config).__name__}, allowed: ml_collections.ConfigDict"

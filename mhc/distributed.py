@@ -1,8 +1,8 @@
-"""The processes of one run: how they find each other, agree, and stop together. jax.distributed does the work.
+"""Let the processes of a run find each other, agree, and stop together. jax.distributed does the work.
 
-Every process runs the same program on its own devices and its own rows of each batch; process 0 alone writes. What only
-one of them knows (a user's mistake, a signal, a position in its data) is shared here, so that all take the same way:
-every function below that waits for the others must be called by all, in the same order.
+Every process runs the same program on its devices and its rows of each batch; process 0 alone writes. What one process
+alone knows (a user's mistake, a signal, a position in its data) is shared here, so that all take the same path. Every
+function below that waits for the others must be called by all of them, in the same order.
 """
 
 from __future__ import annotations
@@ -30,24 +30,24 @@ from mhc.full_disk import DiskFull
 
 LOST = 4  # exit code of a process that lost another one
 
-# How XLA, its transports and the coordination service speak of a process that is gone.
+# Words by which XLA, its transports and the coordination service report a process that is gone.
 _SIGNS_OF_LOSS = ("gloo", "nccl", "connection", "unavailable", "deadline_exceeded", "aborted", "heartbeat", "timed out")
 
 
 def initialize(config: DistributedConfig) -> None:
-    """Join the run's other processes. Before jax's first use of a device; with ``cluster=none`` nothing happens.
+    """Join the run's other processes, before jax's first use of a device. With ``cluster=none`` do nothing.
 
-    Where they do not find each other within ``start_timeout``, a line says so, and the process ends with code ``LOST``.
+    Where they do not find each other within ``start_timeout``, the process prints a line and ends with code ``LOST``.
 
     Raises:
       UserError: the environment names no cluster.
-      SystemExit: with code ``LOST``, where the coordinator's host has no address by then.
+      SystemExit: the coordinator's host has no address by then; the code is ``LOST``.
     """
     if config.cluster == "none":
         return
     given: dict[str, Any] = {}
     if config.cluster == "address":
-        assert config.coordinator is not None  # the config sees to it
+        assert config.coordinator is not None  # mhc.config.checks refuses it
         _await_host(config.coordinator.rpartition(":")[0].strip("[]"), config.start_timeout)
         sys.stderr.write(
             f"process {config.process_id} of {config.processes}: joining the others at {config.coordinator}, "
@@ -61,13 +61,13 @@ def initialize(config: DistributedConfig) -> None:
         }
     elif config.cluster != "auto":
         given = {"cluster_detection_method": config.cluster}
-    # What jax says of a cluster that is not there is said below, in one line.
+    # jax logs a missing cluster at length; below it is one line.
     logging.getLogger("jax._src.clusters.cluster").setLevel(logging.CRITICAL)
     try:
         with _giving_up(config):
             jax.distributed.initialize(
                 **given,
-                # Longer than ours: at the end of its own, jax aborts the process with a stack trace.
+                # Longer than ours, since jax aborts the process with a stack trace when its timeout ends.
                 initialization_timeout=config.start_timeout + 60,
                 heartbeat_timeout_seconds=config.timeout,
                 shutdown_timeout_seconds=config.timeout,
@@ -88,7 +88,7 @@ def initialize(config: DistributedConfig) -> None:
 
 @contextlib.contextmanager
 def _giving_up(config: DistributedConfig) -> Iterator[None]:
-    """Ends this process with a line and code ``LOST`` where what is inside takes longer than ``start_timeout``."""
+    """End this process with a line and code ``LOST`` where the block takes longer than ``start_timeout``."""
 
     def leave() -> None:
         at = f" at {config.coordinator}" if config.coordinator else ""
@@ -109,30 +109,30 @@ def _giving_up(config: DistributedConfig) -> Iterator[None]:
 
 
 def _await_host(host: str, seconds: float) -> None:
-    """Until the host has an address: that of a process that starts at the same time may come late."""
-    end, told = time.monotonic() + seconds, False
+    """Wait until the host has an address, which comes late where the host starts at the same time."""
+    end, reported = time.monotonic() + seconds, False
     while True:
         try:
             socket.getaddrinfo(host, None)
             return
         except OSError as error:
-            said = f"distributed.coordinator: host {host}: {error.strerror or error}"
+            problem = f"distributed.coordinator: host {host}: {error.strerror or error}"
         if time.monotonic() >= end:
-            sys.stderr.write(f"error: {said}, after {seconds:g} s\n")
+            sys.stderr.write(f"error: {problem}, after {seconds:g} s\n")
             sys.exit(LOST)
-        if not told:
-            sys.stderr.write(f"{said}; trying for at most {seconds:g} s\n")
-            told = True
+        if not reported:
+            sys.stderr.write(f"{problem}; trying for at most {seconds:g} s\n")
+            reported = True
         time.sleep(1.0)
 
 
 def primary() -> bool:
-    """Whether this process writes for all."""
+    """Return whether this is process 0, which writes for all."""
     return jax.process_index() == 0
 
 
 def gather(value: Any) -> list[Any]:
-    """What each process gives, by process: JSON values. Waits for all of them."""
+    """Return the values that all processes give, JSON values in the order of processes. This waits for all of them."""
     if jax.process_count() == 1:
         return [value]
     ours = np.frombuffer(json.dumps(value).encode(), np.uint8)
@@ -140,12 +140,12 @@ def gather(value: Any) -> list[Any]:
         sizes = np.asarray(multihost_utils.process_allgather(np.asarray([ours.size], np.int32))).reshape(-1)
         padded = np.zeros(int(sizes.max()), np.uint8)
         padded[: ours.size] = ours
-        every = np.asarray(multihost_utils.process_allgather(padded)).reshape(len(sizes), -1)
-    return [json.loads(row[:size].tobytes()) for row, size in zip(every, sizes, strict=True)]
+        rows = np.asarray(multihost_utils.process_allgather(padded)).reshape(len(sizes), -1)
+    return [json.loads(row[:size].tobytes()) for row, size in zip(rows, sizes, strict=True)]
 
 
 def wait(name: str) -> None:
-    """Until every process is here; ``name`` says where, in messages of the runtime."""
+    """Wait until every process is here. ``name`` names the place in messages of the runtime."""
     if jax.process_count() > 1:
         with jax.transfer_guard("allow"):
             multihost_utils.sync_global_devices(name)
@@ -153,10 +153,10 @@ def wait(name: str) -> None:
 
 @contextlib.contextmanager
 def together() -> Iterator[None]:
-    """A part in which any process may find a user's mistake: where one does, all raise it. Waits for all at the end.
+    """Share user's mistakes: where one process raises a UserError in the block, all do. This waits for all at its end.
 
     Raises:
-      UserError: of the process' own, or that of the first process that has one.
+      UserError: the mistake of this process, or else that of the first process that has one.
     """
     ours: UserError | None = None
     try:
@@ -173,10 +173,10 @@ def together() -> Iterator[None]:
 
 
 class StopRequest:
-    """Whether the run is to stop and save: after SIGTERM, SIGINT, or a cloud's notice that a machine goes away.
+    """Tells whether the run shall stop and save: after SIGTERM, SIGINT, or a cloud's notice that a machine goes away.
 
-    One process stops by itself. Several agree on the step after which they stop, through the preemption service of
-    jax.distributed, which takes SIGTERM, to any of them, as the notice. A second SIGINT interrupts at once.
+    A single process stops by itself. Several agree on the step after which they stop, through the preemption service of
+    jax.distributed, which takes a SIGTERM to any of them for the notice. A second SIGINT interrupts at once.
     """
 
     def __init__(self) -> None:
@@ -184,7 +184,7 @@ class StopRequest:
         self._polled = 0
 
     def poll(self) -> bool:
-        """Once before each step, by every process as often."""
+        """Return whether to stop. Every process must call this once before each step."""
         if jax.process_count() > 1 and not self.asked:
             self._polled += 1
             self.asked = multihost_utils.reached_preemption_sync_point(self._polled)
@@ -192,7 +192,7 @@ class StopRequest:
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
-        """Takes the signals."""
+        """Handle the signals within the block."""
         several = jax.process_count() > 1
         interrupts = 0
 
@@ -202,7 +202,7 @@ class StopRequest:
             if interrupts > 1:
                 raise KeyboardInterrupt
             if several:
-                os.kill(os.getpid(), signal.SIGTERM)  # the service's: it tells the others
+                os.kill(os.getpid(), signal.SIGTERM)  # the preemption service handles it and tells the others
             else:
                 self.asked = True
 
@@ -217,14 +217,17 @@ class StopRequest:
 
 @contextlib.contextmanager
 def leaving_when_lost(where: str) -> Iterator[None]:
-    """Ends this process with code ``LOST`` and one line when the runtime reports that another one is gone.
+    """End this process with code ``LOST`` and one line when the runtime reports that another process is gone.
 
-    Nothing is waited for, nor closed: saves and barriers would wait for the process that is gone. Where the runtime
-    only hears no more from it, jax.distributed ends this process, with its own message, after ``distributed.timeout``.
+    Nothing is waited for or closed, since saves and barriers would wait for the process that is gone. Where the runtime
+    merely hears no more from it, jax.distributed ends this process after ``distributed.timeout``, with its own message.
+
+    Args:
+      where: the run, as the message begins.
     """
     try:
         yield
-    except RuntimeError as error:  # jax's own errors are such
+    except RuntimeError as error:  # the base of jax's errors
         text = str(error)
         if jax.process_count() == 1 or not any(sign in text.lower() for sign in _SIGNS_OF_LOSS):
             raise

@@ -49,7 +49,7 @@ def require_train(what: str) -> None:
         what: what needs them, as the message begins: ``mhc.train``.
     Raises: MissingExtra.
     """
-    missing = _missing()
+    missing = [package for package in TRAIN if _is_missing(package)]
     if missing:
         _print_as_a_line()
         raise MissingExtra(
@@ -57,9 +57,10 @@ def require_train(what: str) -> None:
         )
 
 
-@functools.cache
-def _missing() -> tuple[str, ...]:
-    return tuple(name for name in TRAIN if name not in sys.modules and importlib.util.find_spec(name) is None)
+def _is_missing(package: str) -> bool:
+    if package in sys.modules:
+        return sys.modules[package] is None
+    return importlib.util.find_spec(package) is None
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-"""Errors of a full disk: what could not be written, how much is free, and an exit code."""
+"""Report a full disk in one line: what could not be written, and how much is free."""
 
 from __future__ import annotations
 

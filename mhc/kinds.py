@@ -1,36 +1,33 @@
-"""The residual kinds: what each allows, the options that it has, and how training treats its parameters.
+"""Declare the residual kinds: what each allows, its options, and how training treats its parameters.
 
 This module is free of jax, so that a configuration is refused before anything heavy is loaded. A kind of this project
-is one row of the table below and one file in ``mhc/residual``; ``mhc.residual.register`` adds one from elsewhere. The
-configuration, the layout over a mesh, the optimiser, the exporter and the contract tests read the table and name no
-kind.
+is one row of the table below and one file in ``mhc/residual``; ``mhc.residual.register`` adds a kind from elsewhere.
+The configuration, the layout over a mesh, the optimiser, the exporter and the contract tests read the table; none of
+them names a kind.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import importlib
-import os
 import re
-import sys
-import traceback
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from mhc.errors import UserError, did_you_mean
 from mhc.rules import Rule, refuse
 
-# The fields that every kind has; what else stands in `residual.*` are options of kinds.
+# The fields that every kind has; all other fields of `residual.*` are options of kinds.
 COMMON = ("kind", "n", "init", "collapse", "module")
 
 
 @dataclasses.dataclass(frozen=True)
 class Parameter:
-    """How training treats a parameter of one connection. Its group is always "maps": float32, without weight decay."""
+    """Describes how training treats a parameter of a connection. Its group is "maps": float32, without weight decay."""
 
     axes: tuple[str, ...]
-    """A logical axis of ``mhc.sharding.RULES`` for each axis, without the leading one of stacked blocks."""
+    """The logical axis of ``mhc.sharding.RULES`` for each axis, without the leading axis of stacked blocks."""
     muon: tuple[tuple[int, ...], tuple[int, ...]] | None = None
     """(input axes, output axes), counted from the right, of the matrix that Muon takes; None: AdamW takes it."""
     decayed_by: str | None = None
@@ -39,7 +36,7 @@ class Parameter:
 
 @dataclasses.dataclass(frozen=True)
 class Option(Rule):
-    """A field of ``residual.*`` that some kinds have: ``Option("places that streams turn by", default=1, low=1)``.
+    """Declares a field of ``residual.*`` that some kinds have: ``Option("places streams turn by", default=1, low=1)``.
 
     Kinds that share an option's name share its type, default and bounds; their words may differ.
     """
@@ -48,10 +45,10 @@ class Option(Rule):
     type: Any = dataclasses.field(default=None, kw_only=True)
     """The field's type, such as ``float | None``; None: that of the default."""
     initial: bool = dataclasses.field(default=False, kw_only=True)
-    """Whether it says only what a fresh model starts from: an exported model does without it."""
+    """Whether the option only affects initial values, so that an exported model does not need it."""
     anywhere: bool = dataclasses.field(default=False, kw_only=True)
     """Whether a config may set it under a kind that lacks it, so that one base config serves several kinds. Any other
-    option is refused there, since it would silently do nothing."""
+    option is refused there, since it would silently have no effect."""
 
     def __post_init__(self) -> None:
         if self.type is None:
@@ -64,49 +61,57 @@ class Option(Rule):
             raise ValueError(f"option {self.doc!r}: {error}") from None
 
     def same_field(self, other: Option) -> bool:
-        """Return whether the two mean one field: all but the words agree."""
+        """Return whether two options declare the same field: all but their words are equal."""
         return dataclasses.replace(self, doc="", words="") == dataclasses.replace(other, doc="", words="")
 
 
 @dataclasses.dataclass(frozen=True)
 class Kind:
-    """A residual topology as the configuration, the layout, the optimiser and the exporter see it."""
+    """Describes a residual topology to the configuration, the layout, the optimiser and the exporter."""
 
     name: str
     streams: tuple[int, ...] = tuple(range(1, 9))
-    """The numbers of streams N that it exists for."""
+    """The numbers of streams N that it allows."""
     why_streams: str = ""
-    """The reason where N is restricted."""
+    """Why N is restricted; "": it is not."""
     default_n: int | None = None
-    """N where none is asked for; None: 4, or the largest below it, or the smallest there is."""
+    """The default N; None: the largest allowed N up to 4, or else the smallest."""
     inits: tuple[str, ...] = ()
-    """Initialisation presets, the default first; none: nothing to choose."""
+    """The presets of the initial maps, the default first; empty: there is nothing to choose."""
     preserving: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    """Fields of ``residual.*`` under which a fresh model computes what the plain residual does, so that a plain model's
-    weights can go on under this kind (upcycling); none: there are no such initial maps."""
+    """The values of ``residual.*`` under which a fresh model computes the plain residual's function, so that a plain
+    model's weights can be trained on under this kind (upcycling); empty: no initial maps do that."""
     collapses: tuple[str, ...] = ("mean", "sum", "head")
-    """Ways to end, the default first."""
+    """The ways in which streams become one after the last block, the default first."""
     options: Mapping[str, Option] = dataclasses.field(default_factory=dict)
-    """Its own fields of ``residual.*``, by name. Those that its builder names are handed to it."""
+    """Its options by name. Those that are arguments of its builder are passed to it."""
     parameters: Mapping[str, Parameter] = dataclasses.field(default_factory=dict)
-    """Its parameters by their path below the connection or the topology, such as ``phi`` or ``gate/kernel``."""
+    """Its parameters by their paths below the connection or the topology, such as ``phi`` or ``gate/kernel``."""
     check: Callable[[Any], None] | None = None
     """A check of the whole ``mhc.config.Config`` of a run of this kind, which raises UserError: options that do not go
     together, or that the model's sizes do not allow."""
     builder: str = ""
-    """``module:name`` of its builder, imported when it is first built; "": given to ``mhc.residual.register``."""
+    """``module:name`` of its builder, which is imported on first use; "": ``mhc.residual.register`` was given it."""
     mixing: str = ""
     """``module:name`` of the ``Mixing`` that gives H_res, where the builder takes one."""
+    convention: str = ""
+    """The option whose choices are conventions for one projection of the same weights: reports show the maps under each
+    of them (``Mixing.order_under``). "": there are none."""
 
     @property
     def default_streams(self) -> int:
-        """N where none is asked for."""
+        """Return the default N."""
         if self.default_n is not None:
             return self.default_n
         return max((n for n in self.streams if n <= 4), default=min(self.streams))
 
     def refusal(self, field: str, value: object) -> str | None:
-        """Return what is allowed for ``n``, ``init`` or ``collapse``, and why, where ``value`` is not; else None."""
+        """Return what is allowed in a field, and why, where a value is not; None where it is.
+
+        Args:
+          field: ``n``, ``init`` or ``collapse``.
+          value: the given value; None, the default, is always allowed.
+        """
         allowed: tuple[object, ...] = {"n": self.streams, "init": self.inits, "collapse": self.collapses}[field]
         if value is None or (value in allowed and isinstance(value, type(allowed[0])) and not isinstance(value, bool)):
             return None
@@ -121,43 +126,45 @@ class Kind:
 
     @property
     def is_plain(self) -> bool:
-        """Whether the plain residual's function is all that it computes, under the fields of ``preserving``."""
+        """Return whether it computes nothing but the plain residual's function, under the values of ``preserving``."""
         return not self.parameters and bool(self.preserving)
 
 
-# The table of what is known -------------------------------------------------------------------------------------------
+# The table of kinds ---------------------------------------------------------------------------------------------------
 
 _KINDS: dict[str, Kind] = {}
 _PARAMETERS: dict[str, Parameter] = {}
 _OPTIONS: dict[str, Option] = {}
-_MODULES: dict[str, str] = {}  # of kinds from elsewhere: where each was registered
+_MODULES: dict[str, str] = {}  # kind from elsewhere: the module that registered it
 _PATH = re.compile(r"(?:^|[/_])residual/(.+)$")
 
 
 def declare(kind: Kind, module: str | None = None) -> None:
-    """Make a kind known. Declaring the same one again changes nothing.
+    """Add a kind to the table. Declaring an equal kind again changes nothing.
 
     Args:
-      module: the module whose import declares it, where that is none of this project's.
+      kind: the kind.
+      module: the module whose import declares it, where it is not one of this project's.
 
     Raises:
-      ValueError: another kind has the name; a parameter of the same path, or an option of the same name, is declared in
-        another way by another kind; an option has the name of a field that every kind has, or is no identifier; the
-        default N is not among its streams; ``decayed_by`` or ``preserving`` names an option that it lacks.
+      ValueError: another kind has the name; another kind declares a parameter of the same path, or an option of the
+        same name, differently; an option's name is that of a field of every kind, or no identifier; the default N is
+        not among its streams; ``decayed_by``, ``preserving`` or ``convention`` names an option that it
+        lacks.
     """
     if kind.name in _KINDS and _KINDS[kind.name] != kind:
-        raise ValueError(f"residual kind {kind.name!r} is already declared in another way")
+        raise ValueError(f"residual kind {kind.name!r} is already declared differently")
     if not re.fullmatch(r"[A-Za-z]\w*", kind.name):
         raise ValueError(f"kind {kind.name!r}: its name must be letters, digits and '_', a letter first")
-    whole = isinstance(kind.streams, tuple) and all(type(n) is int and n >= 1 for n in kind.streams)
-    if not whole or not kind.streams or not kind.collapses:
-        raise ValueError(f"kind {kind.name!r}: streams must be a tuple of ints from 1, and collapses name a way to end")
+    valid = isinstance(kind.streams, tuple) and all(type(n) is int and n >= 1 for n in kind.streams)
+    if not valid or not kind.streams or not kind.collapses:
+        raise ValueError(f"kind {kind.name!r}: streams must be a tuple of ints from 1, and collapses must not be empty")
     if kind.default_n is not None and kind.default_n not in kind.streams:
         raise ValueError(f"kind {kind.name!r}: default_n={kind.default_n} is not among its streams {kind.streams}")
     for name, parameter in kind.parameters.items():
         if name in _PARAMETERS and _PARAMETERS[name] != parameter:
             raise ValueError(
-                f"parameter {name!r} of kind {kind.name!r} is declared in another way by another kind: "
+                f"parameter {name!r} of kind {kind.name!r} is declared differently by another kind: "
                 f"{_PARAMETERS[name]}; give it another name"
             )
         if parameter.decayed_by is not None and parameter.decayed_by not in kind.options:
@@ -169,9 +176,10 @@ def declare(kind: Kind, module: str | None = None) -> None:
             raise ValueError(f"option {name!r} of kind {kind.name!r}: every kind has a field of this name")
         if name in _OPTIONS and not _OPTIONS[name].same_field(option):
             raise ValueError(
-                f"option {name!r} of kind {kind.name!r} is declared in another way by another kind; "
-                "give it another name"
+                f"option {name!r} of kind {kind.name!r} is declared differently by another kind; give it another name"
             )
+    if kind.convention and not (kind.convention in kind.options and kind.options[kind.convention].choices):
+        raise ValueError(f"kind {kind.name!r}: convention names {kind.convention!r}, which is no option with choices")
     for name in kind.preserving:
         if name not in (*COMMON, *kind.options):
             raise ValueError(f"kind {kind.name!r}: preserving names {name!r}, which is no field of it")
@@ -214,10 +222,13 @@ def collapses() -> tuple[str, ...]:
 
 
 def parameter(path: str) -> Parameter | None:
-    """Return how to treat the parameter (or the optimiser's copy) at ``path``, a/b/c; None: it is not a residual's.
+    """Return how to treat a parameter, or the optimiser's copy of it; None where it belongs to no residual connection.
+
+    Args:
+      path: the parameter's path, a/b/c.
 
     Raises:
-      ValueError: it lies below a residual connection and no kind declares it.
+      ValueError: it belongs to a residual connection and no kind declares it.
     """
     match = _PATH.search(path)
     if match is None:
@@ -228,97 +239,28 @@ def parameter(path: str) -> Parameter | None:
 
 
 def referred(place: str) -> Any:
-    """Return what ``module:name`` names."""
+    """Import and return the object that ``module:name`` names."""
     module, _, name = place.partition(":")
     return getattr(importlib.import_module(module), name)
 
 
-# Kinds from elsewhere -------------------------------------------------------------------------------------------------
-
-
-class ModuleError(UserError):
-    """A module of ``residual.module`` that is not there, or cannot be imported."""
-
-
 def module_of(kind: str) -> str | None:
-    """Return the module whose import registers a kind; None: it is this project's, or only the running program has
-    it."""
+    """Return the module whose import registers a kind.
+
+    None: the kind is this project's, or the running program itself registered it.
+    """
     return _MODULES.get(kind)
 
 
 def modules_for(kind: str, given: str | None) -> str | None:
-    """Return the modules to import for a kind: those that are given, and the one that registered it."""
+    """Return the modules to import for a kind: the given ones, and the one that registered it."""
     registered = _MODULES.get(kind)
     names = [] if given is None else [part.strip() for part in given.split(",")]
     return given if registered is None or registered in names else ",".join([*names, registered])
 
 
-def check_modules(name: str, value: str) -> None:
-    """Refuse, for field ``name``, what is no list of module names. Raises UserError."""
-    for _ in _module_names(name, value):
-        pass
-
-
-def load(modules: str | None) -> None:
-    """Import the modules that register kinds from elsewhere, each once in a process.
-
-    A module is looked for where Python looks, and then in the working directory.
-
-    Args:
-      modules: names as ``import`` takes them, separated by commas; None: nothing to import.
-
-    Raises:
-      UserError: no such module, or whatever importing it raises, with its file and line.
-    """
-    for name in [] if modules is None else _module_names("residual.module", modules):
-        if name in sys.modules:
-            continue
-        try:
-            _import(name)
-        except ModuleNotFoundError as error:
-            if error.name is not None and (name == error.name or name.startswith(f"{error.name}.")):
-                raise ModuleError(
-                    f"residual.module: no module {name}, allowed: one that Python finds, on PYTHONPATH or in the "
-                    "working directory"
-                ) from None
-            raise _failed(name, error) from None
-        except (Exception, SystemExit) as error:  # the module is the user's, and so is whatever it raises
-            raise _failed(name, error) from None
-
-
-def _module_names(field: str, modules: str) -> Iterator[str]:
-    for part in modules.split(","):
-        name = part.strip()
-        if not all(step.isidentifier() for step in name.split(".")) or name.endswith(".py"):
-            allowed = "names of modules as `import` takes them, separated by commas"
-            stem = name.removesuffix(".py").replace("/", ".").strip(".")
-            refuse(field, modules, allowed, f" (did you mean {stem}?)" if name.endswith(".py") else "")
-        yield name
-
-
-def _import(name: str) -> None:
-    here = os.getcwd()
-    if here not in sys.path and "" not in sys.path:
-        sys.path.append(here)
-    importlib.import_module(name)
-
-
-def _failed(name: str, error: BaseException) -> ModuleError:
-    frames = traceback.extract_tb(error.__traceback__)
-    ours = os.path.dirname(os.path.abspath(__file__)) + os.sep
-    theirs = [frame for frame in frames if "importlib" not in frame.filename and not frame.filename.startswith(ours)]
-    file, line = (theirs[-1].filename, theirs[-1].lineno) if theirs else ("", None)
-    if isinstance(error, SyntaxError):
-        file, line = error.filename or file, error.lineno
-    place = f" ({file}, line {line})" if file else ""
-    # str() of a KeyError is quoted, that of a SyntaxError repeats the place; args[0] of an OSError is its number alone.
-    plain = isinstance(error, (KeyError, SyntaxError)) and error.args
-    text = " ".join(str(error.args[0] if plain else error).split())
-    return ModuleError(f"residual.module: importing {name} failed{place}: {type(error).__name__}: {text}")
-
-
 def unknown(kind: str) -> str:
-    """Return the words for a kind that nobody registered: what there is, the nearest, and how others are added."""
+    """Return the message for an unknown kind: the known kinds, the nearest of them, and how to add one."""
     return f"unknown residual kind {kind!r}; allowed: {', '.join(_KINDS)}{did_you_mean(kind, _KINDS)}, or register it"
 
 
@@ -328,17 +270,17 @@ SINKHORN_PRESETS = ("paper", "deepseek")  # orders of normalisation; ``mhc.resid
 
 # Options that several kinds share.
 _ALPHA = Option(
-    "gate of the input-dependent part of the maps at init; None: the preset's",
+    "initial gate of the maps' input-dependent part; None: the preset's value",
     default=None,
     type=float | None,
     initial=True,
 )
-_RMS_EPS = Option("inside the root of the maps' norm", default=1e-6, low=0, anywhere=True)
-_MAP_EPS = Option("sinkhorn=deepseek, and collapse=head: added to the read weights", default=1e-6, low=0, anywhere=True)
+_RMS_EPS = Option("added under the root of the maps' norm", default=1e-6, low=0, anywhere=True)
+_MAP_EPS = Option("sinkhorn=deepseek and collapse=head: added to the read weights", default=1e-6, low=0, anywhere=True)
 
 
 def _check_hc(config: Any) -> None:
-    """Refuse what does nothing without the input-dependent part."""
+    """Refuse options that have no effect without the input-dependent part. Raises UserError."""
     residual = config.residual
     if not residual.dynamic:
         if residual.decay_dynamic:
@@ -347,7 +289,7 @@ def _check_hc(config: Any) -> None:
             refuse("residual.alpha", residual.alpha, "None with residual.dynamic=False: no gate is left")
 
 
-# The learned collapse belongs to every topology of streams; its parameters are the topology's, not a connection's.
+# The learned collapse (collapse=head) of every topology with streams; its parameters are not a connection's.
 _PARAMETERS |= {
     "head/fn": Parameter(("streams", "stream_width", "maps")),
     "head/base": Parameter(("maps",)),
@@ -356,18 +298,24 @@ _PARAMETERS |= {
 
 
 def _manifold(name: str, mixing: str, **fields: Any) -> Kind:
-    """Return the row of a relative of mhc: its H_res is that of ``mixing``, all else is shared."""
+    """Return a kind that differs from mhc in its H_res alone.
+
+    Args:
+      name: the kind's name.
+      mixing: ``module:name`` of the Mixing that gives H_res.
+      fields: further fields of Kind; options are added to the shared ones.
+    """
     options = {
         "alpha": _ALPHA,
         "res_gap": Option(
-            "init equivalent: how far logits off the diagonal lie below it",
+            "init=equivalent: how far the logits off the diagonal lie below those on it",
             default=4.0,
             low=0,
             initial=True,
             anywhere=True,
         ),
         "sinkhorn": Option(
-            "mhc: order of the normalisations; deepseek also adds map_eps to pre, for mhc and its kin",
+            "mhc: order of the normalisations; deepseek also adds map_eps to pre, for every kind related to mhc",
             default="paper",
             choices=SINKHORN_PRESETS,
         ),
@@ -375,7 +323,10 @@ def _manifold(name: str, mixing: str, **fields: Any) -> Kind:
         "rms_eps": _RMS_EPS,
         "map_eps": _MAP_EPS,
         "sinkhorn_eps": Option(
-            "sinkhorn=deepseek: added to the sums that are divided by", default=1e-6, low=0, anywhere=True
+            "sinkhorn=deepseek: added to the sums that are divided by",
+            default=1e-6,
+            low=0,
+            anywhere=True,
         ),
     }
     return Kind(
@@ -400,7 +351,7 @@ PLAIN = Kind(
     why_streams="it has one stream",
     preserving={"scale": 1.0},
     collapses=("mean", "sum"),
-    options={"scale": Option("plain: x' = scale x + F(x); 0 is the no-residual control", default=1.0)},
+    options={"scale": Option("plain: x' = scale x + F(x); 0 leaves the residual out, as a control", default=1.0)},
     builder="mhc.residual.plain:PlainResidual",
 )
 HC = Kind(
@@ -410,11 +361,11 @@ HC = Kind(
     collapses=("sum", "mean", "head"),
     options={
         "alpha": _ALPHA,
-        "dynamic": Option("hc: maps depend on the input; False leaves the biases alone", default=True),
-        "tanh": Option("hc: tanh around the input-dependent part", default=True),
+        "dynamic": Option("hc: the maps depend on the input; False: they are the biases alone", default=True),
+        "tanh": Option("hc: apply tanh to the input-dependent part", default=True),
         "rms_eps": _RMS_EPS,
         "map_eps": _MAP_EPS,
-        "decay_dynamic": Option("hc: weight decay also on the input-dependent part's weights", default=False),
+        "decay_dynamic": Option("hc: apply weight decay to the input-dependent part's weights too", default=False),
     },
     parameters={
         "w_pre": Parameter(("stream_width",), decayed_by="decay_dynamic"),
@@ -428,7 +379,7 @@ HC = Kind(
     check=_check_hc,
     builder="mhc.residual.hyper:HyperConnections",
 )
-MHC = _manifold("mhc", "mhc.residual.mixing.sinkhorn:Sinkhorn")
+MHC = _manifold("mhc", "mhc.residual.mixing.sinkhorn:Sinkhorn", convention="sinkhorn")
 MHC_LITE = _manifold(
     "mhc_lite",
     "mhc.residual.mixing.permutations:Permutations",

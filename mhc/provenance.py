@@ -1,12 +1,13 @@
-"""run.json: what a run was started with, each time, so that it can be started again and compared with others.
+"""Record each start of a run in run.json, so that the run can be started again and compared with others.
 
     {"format": 1, "config": {…}, "starts": [{"time": …, "step": 0, "command": […], "code": {…}, …}, …]}
 
-``config`` is that of the last start. Flags that make a GPU's programs deterministic are set here too.
+``config`` is that of the last start. The flags that make programs on GPUs deterministic are set here too.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import importlib.metadata
@@ -22,9 +23,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mhc import config as configs
 from mhc import remote
-from mhc.config import Config
+from mhc.config import Config, ModuleError
 from mhc.errors import UserError
-from mhc.kinds import ModuleError
 from mhc.xla_options import unknown_flags
 
 if TYPE_CHECKING:
@@ -46,9 +46,9 @@ PACKAGES = (
     "jax-cuda13-plugin",
     "libtpu",
 )
-# Variables that what XLA makes of a program, or how devices compute it, may depend on.
+# Environment variables that may change the programs that XLA compiles, or how devices run them.
 _PREFIXES = ("XLA_", "JAX_", "LIBTPU_", "NCCL_", "CUDA_VISIBLE_DEVICES", "NVIDIA_TF32_OVERRIDE", "TF_CUDNN_")
-# What jax's own options may change in the numbers, however they were set.
+# Options of jax that may change results, however they were set.
 _OPTIONS = (
     "jax_default_matmul_precision",
     "jax_default_prng_impl",
@@ -57,20 +57,24 @@ _OPTIONS = (
     "jax_numpy_dtype_promotion",
     "jax_threefry_partitionable",
 )
-# Variables that say where compiled programs are kept, which devices there are (``devices`` says so), or what is logged.
-_NO_DIFFERENCE = ("CACHE", "JAX_PLATFORMS", "CUDA_VISIBLE_DEVICES", "JAX_TRACEBACK", "JAX_LOG", "NCCL_DEBUG")
+# Environment variables that change no result: where compiled programs are kept, which devices exist (``devices`` has
+# them), what is logged.
+_NO_EFFECT = ("CACHE", "JAX_PLATFORMS", "CUDA_VISIBLE_DEVICES", "JAX_TRACEBACK", "JAX_LOG", "NCCL_DEBUG")
 
 _ROOT = Path(__file__).parents[1]
 
 
-# What there is --------------------------------------------------------------------------------------------------------
+# A start --------------------------------------------------------------------------------------------------------------
 
 
 def start(config: Config, mesh: Mesh, *, step: int, data: Mapping[str, Any]) -> dict[str, Any]:
-    """A start of a run in this process, for JSON.
+    """Return the record of a start of a run in this process, for JSON.
 
     Args:
-      config: resolved. mesh: of all processes. step: updates done before. data: hashes of corpus and tokeniser.
+      config: the resolved config.
+      mesh: the mesh of all processes.
+      step: updates done before this start.
+      data: hashes of the corpus and the tokeniser.
     """
     import jax
 
@@ -102,7 +106,7 @@ def start(config: Config, mesh: Mesh, *, step: int, data: Mapping[str, Any]) -> 
 
 
 def config_hash(config: Config) -> str:
-    """The first 16 hex digits of the SHA-256 of a resolved config, but for how processes find each other."""
+    """Return the first 16 hex digits of the SHA-256 of a resolved config without ``distributed``."""
     return _hash(configs.to_dict(config))
 
 
@@ -113,22 +117,20 @@ def _hash(tree: Mapping[str, Any]) -> str:
 
 @functools.cache
 def versions() -> Mapping[str, str]:
-    """Of the packages that are installed."""
-    found = {}
+    """Return the versions of those of ``PACKAGES`` that are installed."""
+    installed = {}
     for name in PACKAGES:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            installed[name] = importlib.metadata.version(name)
+    return installed
 
 
-@functools.cache  # as the process was started
+@functools.cache  # the source as it was when the process started
 def code() -> Mapping[str, Any] | None:
-    """The git commit of this package's source, and what was changed since; None where it lies in no repository.
+    """Return the git commit of this package's source and what changed since; None outside a repository.
 
-    ``diff`` is of tracked files, cut at ``DIFF_LIMIT`` bytes; ``changes`` a hash of the whole of it and of Python files
-    that git does not know, ``untracked``.
+    ``diff`` is that of tracked files, cut at ``DIFF_LIMIT`` bytes. ``untracked`` names the Python files that git does
+    not track. ``changes`` is a hash of the uncut diff and of the untracked files.
     """
     return _code(_ROOT)
 
@@ -159,7 +161,7 @@ def _code(root: Path) -> dict[str, Any] | None:
 
 
 def _git(root: Path, *arguments: str) -> bytes | None:
-    """What git says; None where there is no git, no repository, or no such thing in it."""
+    """Return the output of git; None where there is no git, no repository, or the command fails."""
     try:
         done = subprocess.run(
             ["git", "-C", str(root), *arguments],
@@ -177,81 +179,88 @@ def _git(root: Path, *arguments: str) -> bytes | None:
 
 
 def append(file: Path, config: Config, entry: Mapping[str, Any]) -> None:
-    """Add a start to a run's file, which is made when missing. Raises UserError where it holds something else."""
-    from mhc.files import read_json, write_json  # numpy with it: not before a user's mistakes are told
+    """Add a start to a run's run.json, which is made if missing. Raises UserError where it holds something else."""
+    from mhc.files import read_json, write_json  # imports numpy, which a user's mistake shall not wait for
 
     starts = list(_starts(_checked(read_json(file), file), file)) if file.is_file() else []
     write_json(file, {"format": FORMAT, "config": configs.to_dict(config), "starts": [*starts, entry]})
 
 
-class Origin(NamedTuple):
-    """A run.json to start from."""
+class StoredRun(NamedTuple):
+    """Holds what run.json says of a run, so that another can be started from it."""
 
     file: str
-    config: Config  # resolved; processes find each other anew
+    config: Config  # resolved, with the default ``distributed``
     starts: Sequence[Mapping[str, Any]]
 
     @property
     def deterministic(self) -> bool:
-        """Whether its last start was."""
+        """Return whether the last start asked for deterministic programs."""
         return bool(self.starts[-1]["deterministic"])
 
 
-def read(file: str | os.PathLike[str]) -> Origin:
-    """RUN/run.json, or that of the folder RUN, local or in a store. Raises UserError where it is none."""
+def read(file: str | os.PathLike[str]) -> StoredRun:
+    """Read a run.json.
+
+    Args:
+      file: RUN/run.json, or the folder RUN, local or in a store.
+
+    Raises:
+      UserError: there is no such file, or it is not the run.json of a run.
+    """
     place = remote.path(file)
-    if place.suffix not in (".json", ".jsonl"):  # the second: of a run too, but not this
+    if place.suffix not in (".json", ".jsonl"):  # a run's .jsonl is not a folder either, and is refused below
         place = place / FILE
     content = remote.read(place)
     if content is None:
         raise UserError(f"{place}: no such file, allowed: RUN/{FILE}, e.g. runs/a/{FILE}")
     try:
-        found = json.loads(content)
+        tree = json.loads(content)
     except (ValueError, RecursionError):
         raise UserError(f"{place}: not JSON") from None
-    found = _checked(found, place)
+    stored = _checked(tree, place)
     try:
-        config = configs.from_config_dict({**configs.upgraded(found["config"]), "distributed": {}})
+        config = configs.from_config_dict({**configs.upgraded(stored["config"]), "distributed": {}})
     except ModuleError as error:
         raise ModuleError(f"{place}: {error}") from None
     except UserError as error:
         raise UserError(f"{place}: {error}; was it written by another version?") from None
-    starts = _starts(found, place)
-    if _hash(found["config"]) != starts[-1]["config_hash"]:
+    starts = _starts(stored, place)
+    if _hash(stored["config"]) != starts[-1]["config_hash"]:
         raise UserError(
-            f"{place}: its config is not the one of its last start (damaged, or edited); allowed: the file as it was "
-            "written, with --config.GROUP.FIELD=VALUE for what shall be otherwise"
+            f"{place}: its config is not the one of its last start (the file is damaged, or was edited); allowed: the "
+            "file as it was written, and --config.GROUP.FIELD=VALUE to change fields"
         )
-    return Origin(str(place), config, starts)
+    return StoredRun(str(place), config, starts)
 
 
-def _checked(found: Any, file: Any) -> Mapping[str, Any]:
-    if not isinstance(found, Mapping) or not isinstance(found.get("config"), Mapping) or not found.get("starts"):
+def _checked(tree: Any, file: Any) -> Mapping[str, Any]:
+    if not isinstance(tree, Mapping) or not isinstance(tree.get("config"), Mapping) or not tree.get("starts"):
         raise UserError(f"{file}: not the {FILE} of a run (it has no config and starts)")
-    if found.get("format") != FORMAT:
-        raise UserError(f"{file}: given format {found.get('format')!r}, allowed: {FORMAT}; another version wrote it")
-    return found
+    if tree.get("format") != FORMAT:
+        raise UserError(f"{file}: given format {tree.get('format')!r}, allowed: {FORMAT}; another version wrote it")
+    return tree
 
 
-def _starts(found: Mapping[str, Any], file: Any) -> Sequence[Mapping[str, Any]]:
-    for number, entry in enumerate(found["starts"], start=1):
+def _starts(tree: Mapping[str, Any], file: Any) -> Sequence[Mapping[str, Any]]:
+    for number, entry in enumerate(tree["starts"], start=1):
         try:
             comparable(entry), entry["config_hash"], entry["deterministic"]
         except (KeyError, TypeError, AttributeError):
-            raise UserError(f"{file}: what it says of start number {number} is damaged") from None
-    return found["starts"]
+            raise UserError(f"{file}: start number {number} is damaged") from None
+    return tree["starts"]
 
 
 # Differences ----------------------------------------------------------------------------------------------------------
 
 
 def comparable(entry: Mapping[str, Any]) -> dict[str, Any]:
-    """What of a start two equal runs have in common, flat: {name for people: value}."""
+    """Return what equal runs share of a start, as {readable name: value}."""
     code, devices = entry["code"] or {}, entry["devices"]
     environment = {
         name: _flags(value) if name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS") else value
         for name, value in entry["environment"].items()
-        if not any(part in name for part in _NO_DIFFERENCE)
+        if not any(part in name for part in _NO_EFFECT)
     }
     return {
         "commit": code.get("commit"),
@@ -275,57 +284,59 @@ def _flags(text: str) -> str:
 
 
 def differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """{name: (before, after)} of what two starts do not have in common."""
+    """Return what differs between two starts, as {readable name: (before, after)}."""
     old, new = comparable(before), comparable(after)
     return {name: (old.get(name), new.get(name)) for name in {**old, **new} if old.get(name) != new.get(name)}
 
 
-def notes(now: Mapping[str, Any], earlier: Sequence[Mapping[str, Any]], origin: Origin | None) -> Iterator[str]:
-    """Lines for the user about a start.
+def notes(now: Mapping[str, Any], earlier: Sequence[Mapping[str, Any]], origin: StoredRun | None) -> Iterator[str]:
+    """Yield lines for the user about a start: what changed, and options that have no effect.
 
     Args:
-      now: this one. earlier: those of the same run before. origin: what the run was started from.
+      now: this start.
+      earlier: the earlier starts of the same run.
+      origin: the run that this one was started from, with ``--from``.
     """
     if earlier:
         for name, (before, after) in differences(earlier[-1], now).items():
-            yield f"{name}: {_said(before)} at the last start, {_said(after)} now"
+            yield f"{name}: {_words(before)} at the last start, {_words(after)} now"
     elif origin is not None:
-        there: dict[str, list[Any]] = {}
+        earlier_values: dict[str, list[str]] = {}
         for start in origin.starts:
             for name, (before, _) in differences(start, now).items():
-                there.setdefault(name, []).append(before)
-        here = comparable(now)
-        for name, values in there.items():
-            said = " and ".join(dict.fromkeys(map(_said, values)))
-            yield f"{name}: {said} in {origin.file}, {_said(here.get(name))} here"
+                earlier_values.setdefault(name, []).append(_words(before))
+        values = comparable(now)
+        for name, before_words in earlier_values.items():
+            before = " and ".join(dict.fromkeys(before_words))
+            yield f"{name}: {before} in {origin.file}, {_words(values.get(name))} here"
         if len({start["config_hash"] for start in origin.starts}) > 1:
             yield f"{origin.file}: the config changed between its starts; this run has the last one throughout"
     if now["deterministic"] and now["devices"]["platform"] != "gpu":
         yield (
-            f"deterministic: nothing changes on {now['devices']['platform']}, whose programs are deterministic as they "
-            "are; the flags are those of GPUs"
+            f"deterministic: no effect on {now['devices']['platform']}, whose programs are always deterministic; the "
+            "flag is for GPUs"
         )
 
 
-def _said(value: Any) -> str:
+def _words(value: Any) -> str:
     return "none" if value is None else str(value)
 
 
 # Deterministic programs -----------------------------------------------------------------------------------------------
 
-# No operation whose result depends on the order of threads, and no choice of kernels by their speed at the time.
+# With it XLA uses no operation whose result depends on the order of threads, and chooses no kernel by a measured time.
 DETERMINISTIC = "--xla_gpu_deterministic_ops"
 
 
 def make_deterministic(environment: MutableMapping[str, str] = os.environ) -> None:
-    """Ask XLA for deterministic programs on GPUs; before jax's first use of a device.
+    """Ask XLA for deterministic programs on GPUs. This must come before jax's first use of a device.
 
     Raises:
       UserError: XLA_FLAGS asks for the contrary, or the installed XLA does not know the flag.
     """
     given = environment.get("XLA_FLAGS", "")
     if _asked(given) is False:
-        raise UserError(f"--deterministic: XLA_FLAGS has {DETERMINISTIC}=false, allowed: true, or neither of the two")
+        raise UserError(f"--deterministic: XLA_FLAGS has {DETERMINISTIC}=false, allowed: true, or one of the two alone")
     if _asked(given) is None:
         flag = f"{DETERMINISTIC}=true"
         if unknown_flags([flag]):
@@ -335,11 +346,11 @@ def make_deterministic(environment: MutableMapping[str, str] = os.environ) -> No
 
 
 def is_deterministic() -> bool:
-    """Whether XLA was asked for it, by `make_deterministic` or by the user's own flag."""
+    """Return whether XLA was asked for deterministic programs, by `make_deterministic` or by the user's flag."""
     return _asked(os.environ.get("XLA_FLAGS", "")) is True
 
 
 def _asked(flags: str) -> bool | None:
-    """The last word of XLA_FLAGS on it; None where it says nothing."""
+    """Return the last value of the flag in XLA_FLAGS; None where the flag is absent."""
     values = [flag.partition("=")[2] or "true" for flag in flags.split() if flag.partition("=")[0] == DETERMINISTIC]
     return values[-1].lower() in ("true", "1") if values else None

@@ -1,4 +1,4 @@
-"""Files in object stores (``gs://BUCKET/PATH``): their paths, whether they can be reached, and copies of them."""
+"""Read files in object stores (``gs://BUCKET/PATH``), and check that they can be reached."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Keys that follow a parameter's path, so that adding a parameter changes no other one's initial value."""
+"""Derive PRNG keys from parameters' paths, so that adding a parameter does not change the initial values of others."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from flax import nnx
 
 
 class PathKey:
-    """A PRNG key and a place below it. ``/`` descends: by name, or by (traced) index where layers are stacked.
+    """Holds a PRNG key and a path below it. ``/`` descends: by name, or by a (traced) index where layers are stacked.
 
-    Names are gathered and folded in once, at the leaf: every fold is a threefry call to compile.
+    The whole path is folded into the key at once, in ``key``, because each fold is a threefry call to compile.
     """
 
     def __init__(self, root: jax.Array, path: str = "", index: int | jax.Array | None = None):
@@ -26,13 +26,13 @@ class PathKey:
 
     @property
     def key(self) -> jax.Array:
-        """The key of this place."""
+        """Return the key of this path, a uint32 or typed key array like the root."""
         key = jax.random.fold_in(self._root, zlib.crc32(self._path.encode()))
         return key if self._index is None else jax.random.fold_in(key, self._index)
 
 
 def path_key(rngs: nnx.Rngs | PathKey | jax.Array) -> PathKey:
-    """The root for a module: a ``PathKey`` as it is, a key, or one key drawn from ``nnx.Rngs``."""
+    """Return the PathKey for a module: a PathKey unchanged, the root of a key, or of a key drawn from ``nnx.Rngs``."""
     if isinstance(rngs, PathKey):
         return rngs
     return PathKey(rngs.params() if isinstance(rngs, nnx.Rngs) else rngs)

@@ -1,4 +1,4 @@
-"""The rule of a configuration field: what it means, what it may hold, and how a wrong value is refused."""
+"""Describe what a configuration field may hold, and refuse other values."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from mhc.errors import UserError, did_you_mean
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-    """What a field means and may hold, beyond its type. Bounds are inclusive but for ``above`` and ``below``."""
+    """Describes a field beyond its type. ``low`` and ``high`` are inclusive; ``above`` and ``below`` are not."""
 
     doc: str
-    """What the field means, in one line."""
+    """The field's meaning, in one line."""
     choices: tuple[str, ...] | Callable[[], tuple[str, ...]] = dataclasses.field(default=(), kw_only=True)
-    """The values that a string may have; a function where others may add to them."""
+    """The values that a string may have; a function where they may grow."""
     low: float | None = dataclasses.field(default=None, kw_only=True)
     high: float | None = dataclasses.field(default=None, kw_only=True)
     above: float | None = dataclasses.field(default=None, kw_only=True)
     below: float | None = dataclasses.field(default=None, kw_only=True)
     words: str = dataclasses.field(default="", kw_only=True)
-    """What is allowed, in words; "" where type, choices and bounds say it."""
+    """The allowed values in words; "": they follow from type, choices and bounds."""
     further: Callable[[str, Any], None] | None = dataclasses.field(default=None, kw_only=True)
-    """A check of (the field's dotted name, its value) beyond the above, which raises UserError."""
+    """A further check of (the field's dotted name, its value), which raises UserError."""
 
     def allowed(self) -> tuple[str, ...]:
-        """Return the choices as they are now."""
+        """Return the choices that there are now."""
         return self.choices() if callable(self.choices) else self.choices
 
     def bounds(self) -> str:
@@ -64,11 +64,12 @@ class Rule:
         return words + (" or None" if optional else "")
 
     def check(self, name: str, hint: Any, value: Any) -> Any:
-        """Return the value, an int turned into a float and a list into a tuple where the type asks for it.
+        """Return the value if it is allowed. An int becomes a float, and a list a tuple, where the type asks for it.
 
         Args:
           name: the field's dotted name, for messages.
           hint: its type, such as ``float | None``.
+          value: the given value.
 
         Raises:
           UserError: the value is of another type, out of range or not among the choices.
@@ -101,11 +102,18 @@ class Rule:
 
 
 def unwrapped(hint: Any) -> tuple[Any, bool]:
-    """Return (the type without None, whether None is allowed)."""
+    """Return a type without None, and whether it allows None."""
     options = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
     return next(option for option in options if option is not type(None)), type(None) in options
 
 
 def refuse(name: str, given: object, allowed: str, nearest: str = "") -> NoReturn:
-    """Raise the UserError of a field's value: its name, what was given, what is allowed, and the nearest name."""
+    """Raise the UserError for a field's value.
+
+    Args:
+      name: the field's dotted name.
+      given: the value.
+      allowed: what is allowed, in words.
+      nearest: ends the message, such as what `did_you_mean` returns.
+    """
     raise UserError(f"{name}: given {given!r}, allowed: {allowed}{nearest}")

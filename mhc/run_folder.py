@@ -1,4 +1,4 @@
-"""The folder that a run writes: held against other processes, and mirrored where it lies in an object store.
+"""Hold the folder of a run against other processes, and mirror it where it lies in an object store.
 
 A store has no append, no rename and no locks. A run whose folder is there keeps its small files (curves, events,
 config, summary) in a local folder and copies each that changed as a whole: see `MirroredFolder`. Its checkpoints go

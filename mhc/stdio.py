@@ -1,4 +1,4 @@
-"""The standard streams of a program: its result on stdout, and everything else that it prints.
+"""Guard the standard streams of a program: its result on stdout, and everything else that it prints.
 
 A stream fails when its reader goes away (``… | head``), when the disk under it is full, or when it was closed before
 the program began. A program then goes on without its log lines. It ends, quietly, when nobody reads its result.

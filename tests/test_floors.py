@@ -19,6 +19,8 @@ FLOORS = {
     "mhc": 0,  # the package itself: a docstring
     "mhc.errors": 0,
     "mhc.extras": 0,
+    "mhc.checkout": 0,
+    "mhc.python_files": 0,
     "mhc.rules": 0,
     "mhc.xla_options": 0,
     "mhc.kinds": 0,
@@ -44,20 +46,24 @@ FLOORS = {
     "mhc.train": 6,
     "mhc.interop": 7,
     "mhc.grid": 7,
-    "mhc.eval": 7,
-    "eval": 8,
+    "mhc.eval.common": 7,
+    "mhc.eval": 8,  # the rooms of evaluation, which stand apart: see APART
+    "mhc.eval.watch": 9,  # a program made of two of them
+    "eval": 9,
     "tpu": 7,
     "bench": 7,
     "configs": 7,
     "tools": 8,
     "train": 8,
 }
+# Rooms whose own rooms import none of one another: these meet in modules of lower floors alone.
+APART = ("mhc.eval",)
 # mhc.residual and mhc.kernels are used as a library in other people's models.
 LIBRARY = ("mhc.residual", "mhc.kernels", "mhc.rng", "mhc.kinds", "mhc.rules", "mhc.errors")
 LIBRARY_NEEDS = {"jax", "flax", "numpy"}  # numpy comes with jax
 # functional.py and what it is made of are the bottom of the house, though they lie in the residual's folder:
 # kernels are checked against them.
-FLOORS |= {f"mhc.residual.{name}": 2 for name in ("functional", "arrays", "runner", "mixing")}
+FLOORS |= {f"mhc.residual.{name}": 2 for name in ("functional", "arrays", "initial", "runner", "mixing")}
 
 
 def floor(module: str) -> int | None:
@@ -117,6 +123,10 @@ def violations(source: str, module: str, is_package: bool = False) -> list[str]:
         theirs = _known_floor(name)
         if theirs is not None and theirs > own:
             found.append(f"{module} imports {name}: floor {theirs} is above floor {own}")
+        for outer in APART:
+            rooms = (_room_in(outer, module), _room_in(outer, name))
+            if None not in rooms and rooms[0] != rooms[1] and theirs == own:
+                found.append(f"{module} imports {name}: the rooms of {outer} stand apart")
         if module.startswith(LIBRARY) and theirs is None and top not in LIBRARY_NEEDS | sys.stdlib_module_names:
             found.append(f"{module} imports {name}: it may need only jax, flax and the standard library")
         if (
@@ -126,6 +136,11 @@ def violations(source: str, module: str, is_package: bool = False) -> list[str]:
         ):
             found.append(f"{module} imports {name}: it must work without the rest of the project")
     return found
+
+
+def _room_in(outer: str, module: str) -> str | None:
+    """Return the room of ``outer`` that a module stands in; None: it stands in none of them."""
+    return module.removeprefix(f"{outer}.").split(".")[0] if module.startswith(f"{outer}.") else None
 
 
 def circle(sources: Mapping[str, tuple[str, bool]]) -> list[str]:
@@ -206,6 +221,10 @@ def test_a_circle_through_a_package_is_seen() -> None:
         ("mhc.residual.plain", "from mhc.config import Config"),
         ("mhc.residual.functional", "from mhc.residual import registry"),
         ("mhc.data.rows.packing", "import eval.compare"),
+        ("mhc.eval.common.page", "from mhc.eval.compare.runs import Arm"),
+        ("mhc.eval.inspect.interventions", "from mhc.eval.perplexity.score import score"),
+        ("mhc.eval.compare.runs", "def f():\n    from mhc.eval import mappings"),
+        ("mhc.eval.mappings", "import mhc.eval.watch"),
     ],
 )
 def test_a_climbing_import_is_seen(module: str, source: str) -> None:
@@ -219,6 +238,8 @@ def test_a_climbing_import_is_seen(module: str, source: str) -> None:
         ("mhc.residual.plain", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import jaxtyping"),
         ("mhc.residual.plain", "import jax.numpy as jnp\nfrom flax import nnx\nimport functools"),
         ("mhc.residual.plain", "from . import functional"),
+        ("mhc.eval.compare.runs", "from mhc.eval.common import page\nfrom mhc.eval.compare import figures"),
+        ("mhc.eval.watch", "from mhc.eval.perplexity.score import score"),
     ],
 )
 def test_an_import_of_a_room_below_is_fine(module: str, source: str) -> None:

@@ -12,7 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from mhc import extras
+from mhc import checkout, cli, extras
+from mhc.errors import UserError
+from mhc.grid.__main__ import main as grid_main
 from tools import install
 
 ROOT = Path(__file__).parents[1]
@@ -123,6 +125,78 @@ raise ValueError("of their own")
     # What Python prints of other exceptions stays.
     assert done.returncode == 1
     assert done.stderr.startswith("Traceback") and done.stderr.endswith("ValueError: of their own\n")
+
+
+# Without a checkout ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Have the package believe that it lies in a site-packages folder; work in an empty folder, which is returned."""
+    monkeypatch.setattr(checkout, "ROOT", tmp_path / "site-packages")
+    work = tmp_path / "work"
+    work.mkdir()
+    monkeypatch.chdir(work)
+    return work
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "said"),
+    [
+        (
+            "configs/demo.py",
+            None,
+            "config file configs/demo.py: no such file (configs/ lies in a checkout of the project",
+        ),
+        (
+            "my.py",
+            "import tpu.nothing_there\n",
+            "tpu/ lies in a checkout of the project, not in the installed package)",
+        ),
+        ("my.py", "import eval.nothing_there\n", "installed package; mhc.eval has the programs)"),
+    ],
+)
+def test_what_only_a_checkout_has_is_told(installed: Path, file: str, text: str | None, said: str) -> None:
+    if text is not None:
+        Path(file).write_text(text)
+    with pytest.raises(UserError) as caught:
+        cli.load_config(file, (), cli.Parser())
+    assert said in str(caught.value)
+
+
+def test_a_ready_grid_and_the_manifests_of_a_grid_need_a_checkout(installed: Path) -> None:
+    with pytest.raises(UserError, match=r"grids/lr\.py: no such file \(configs/ lies in a checkout of the project"):
+        grid_main(["run", "configs/grids/lr.py", "--workdir", "g"])
+    Path("base.py").write_text("from mhc.config import default as get_config\n")
+    Path("grid.py").write_text(
+        "from mhc.grid import Grid, axis\ndef get_grid():\n    return Grid('base.py', axis('seed.init', 0, 1))\n"
+    )
+    arguments = ["run", "grid.py", "--workdir", "g", "--dry_run"]
+    with pytest.raises(UserError, match=r"--launcher gke needs a checkout of the project"):
+        grid_main([*arguments, "--launcher", "gke", "--gke_image", "i", "--gke_claim", "c", "--gke_accelerator", "gpu"])
+
+
+def test_a_checkout_is_told_from_an_installed_package(installed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not checkout.exists()
+    monkeypatch.setattr(checkout, "ROOT", ROOT)
+    assert checkout.exists()
+    with pytest.raises(UserError, match=r"config file configs/demo\.py: no such file$"):
+        cli.load_config("configs/demo.py", (), cli.Parser())
+
+
+def test_in_a_checkout_a_config_file_elsewhere_imports_the_ready_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "my.py").write_text("from configs.demo import get_config\n")
+    code = "from mhc import cli; print(cli.load_config('my.py', (), cli.Parser()).model.layers)"
+    done = subprocess.run(
+        [sys.executable, "-c", f"import sys; sys.path.append({str(ROOT / 'tests/..')!r}); {code}"],
+        cwd=tmp_path, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert done.stdout == "16\n", done.stderr
+
+
+# The installer of make ------------------------------------------------------------------------------------------------
 
 
 def test_the_install_says_how_far_it_is(tmp_path: Path) -> None:

@@ -25,9 +25,8 @@ PARTS = {"mhc.grid": ("", "run", "status", "retry", "collect")}
 def programs() -> list[str]:
     """Return the modules that can be started, as ``python -m`` names them."""
     files = [ROOT / "train.py"]
-    for top in ("mhc", "tpu", "bench", "tools"):
+    for top in ("mhc", "eval", "tpu", "bench", "tools"):
         files += sorted((ROOT / top).rglob("*.py"))
-    files = [file for file in files if "eval" not in file.parts]
     names = []
     for file in files:
         text = file.read_text("utf-8")
@@ -99,7 +98,7 @@ def parse(name: str, arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> a
 
 
 def test_the_programs_are_found() -> None:
-    expected = {"train", "mhc.train", "mhc.grid", "mhc.data.prepare", "tpu.compile_ahead", "tools.against"}
+    expected = {"train", "mhc.train", "mhc.grid", "mhc.data.prepare", "eval.compare", "tpu.compile_ahead"}
     assert expected <= set(programs())
 
 

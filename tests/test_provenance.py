@@ -142,7 +142,7 @@ def test_a_damaged_start_is_one_line(damage, finished, tmp_path):
     else:
         stored["starts"][0][name] = value
     write_json(tmp_path / "run.json", stored)
-    with pytest.raises(UserError, match="what it says of start number 1 is damaged"):
+    with pytest.raises(UserError, match="start number 1 is damaged"):
         provenance.read(tmp_path)
 
 
@@ -316,7 +316,7 @@ def test_deterministic_says_where_it_does_nothing(entry):
 
     assert said() == []
     (line,) = said(deterministic=True)
-    assert "nothing changes on cpu" in line
+    assert "no effect on cpu" in line
     assert said(deterministic=True, devices={**entry["devices"], "platform": "gpu"}) == []
 
 

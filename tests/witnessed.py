@@ -120,7 +120,7 @@ def continued(run: Path) -> list[float]:
 
 def compared(folder: Path) -> dict[str, Any]:
     """Return the summary.json that eval.compare writes for a folder with copies of both runs."""
-    from mhc.eval.compare.__main__ import compare
+    from mhc.eval.compare.write import compare
 
     with contextlib.redirect_stderr(io.StringIO()):
         report = compare([folder])

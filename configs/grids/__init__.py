@@ -1,1 +1,1 @@
-"""Ready grids; docs/grids.md says what each asks."""
+"""Hold the ready grids; docs/grids.md says which question each answers."""

@@ -1,4 +1,4 @@
-"""The model that the ready grids vary, in two sizes: ``base.py:laptop`` and ``base.py:cluster``."""
+"""Configure the model that the ready grids vary, in two sizes: ``base.py:laptop`` and ``base.py:cluster``."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ SIZES = ("laptop", "cluster")
 
 
 def choose(size: str, *, laptop: T, cluster: T) -> T:
-    """The value for a size. Raises UserError for an unknown one."""
+    """Return the value for a size. Raises UserError for an unknown one."""
     if size not in SIZES:
         raise UserError(f"size: given {size!r}, allowed: {' or '.join(SIZES)}{did_you_mean(size, SIZES)}")
     return laptop if size == "laptop" else cluster
 
 
 def get_config(size: str = "laptop") -> ConfigDict:
-    """The base of a size."""
+    """Return the base config of a size."""
     return choose(size, laptop=_laptop, cluster=_cluster)()
 
 
 def _laptop() -> ConfigDict:
-    """8 blocks of width 32, 1024 tokens a step, the embedded corpus: about a minute an arm on two CPU cores."""
+    """Return 8 blocks of width 32, 1024 tokens a step, the embedded corpus: about a minute an arm on two CPU cores."""
     config = default.get_config()
     config.model.layers = 8
     config.model.width = 32
@@ -46,7 +46,7 @@ def _laptop() -> ConfigDict:
 
 
 def _cluster() -> ConfigDict:
-    """12 blocks of width 768, 262144 tokens a step, 2.6 billion in all; name a corpus of that size."""
+    """Return 12 blocks of width 768, 262144 tokens a step, 2.6 billion in all; name a corpus of that size."""
     config = default.get_config()
     config.model.layers = 12
     config.model.width = 768

@@ -1,4 +1,4 @@
-"""How sensitive is each topology to the learning rate, and which rate is its best? Half a decade between rates."""
+"""Ask how sensitive each topology is to the learning rate, and which rate is its best: half a decade between rates."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from mhc.grid import Grid, axis, product, seeds
 
 
 def get_grid(size: str = "laptop") -> Grid:
-    """7 rates of plain, hc and mhc, one seed; in cluster size of every kind, three seeds."""
+    """Return 7 rates of plain, hc and mhc, one seed; in cluster size of every kind, three seeds."""
     kinds = choose(size, laptop=("plain", "hc", "mhc"), cluster=KINDS)
     numbers = choose(size, laptop=(0,), cluster=(0, 1, 2))
     rates = choose(

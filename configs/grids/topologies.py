@@ -1,4 +1,4 @@
-"""Which topology is better, and which stays stable? Every kind, paired by seed."""
+"""Ask which topology is better, and which stays stable: every kind, paired by seed."""
 
 from __future__ import annotations
 
@@ -9,6 +9,6 @@ KINDS = ("plain", "hc", "mhc", "mhc_lite", "kromhc", "identity")
 
 
 def get_grid(size: str = "laptop") -> Grid:
-    """18 arms; 30 in cluster size."""
+    """Return 18 arms; 30 in cluster size."""
     numbers = choose(size, laptop=(0, 1, 2), cluster=(0, 1, 2, 3, 4))
     return Grid(f"base.py:{size}", product(seeds(*numbers), axis("residual.kind", *KINDS)))

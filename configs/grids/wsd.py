@@ -1,4 +1,4 @@
-"""How long to train? Warm-up, a stable rate, and several decays branched from the one stable run of each topology."""
+"""Ask how long to train: warm-up, a stable rate, and several decays branched from each topology's one stable run."""
 
 from __future__ import annotations
 
@@ -12,8 +12,11 @@ SHAPE = {"schedule.kind": "wsd", "schedule.wsd_shape": "sqrt"}
 
 
 def get_grid(size: str = "laptop") -> Grid:
-    """9 arms: the stable runs of plain, hc and mhc, and two decays of each; in cluster size 36, three seeds and three
-    decays. A decay is a fifth of the steps up to its end, as 1 - sqrt (arXiv:2405.18392)."""
+    """Return 9 arms: the stable runs of plain, hc and mhc, and two decays of each.
+
+    In cluster size there are 36: three seeds and three decays. A decay takes the last fifth of the steps up to its end,
+    as 1 - sqrt(progress) (arXiv:2405.18392).
+    """
     numbers = choose(size, laptop=(0,), cluster=(0, 1, 2))
     decays = choose(size, laptop={120: 30, 240: 60}, cluster={2000: 500, 4000: 1000, 8000: 2000})
     stable = product(seeds(*numbers), axis("residual.kind", "plain", "hc", "mhc"))
@@ -25,7 +28,7 @@ def get_grid(size: str = "laptop") -> Grid:
 
 
 def get_config(size: str = "laptop") -> ConfigDict:
-    """The stable run: the model of base.py at a constant rate, which keeps the checkpoints that decays start from."""
+    """Return the stable run: base.py's model at a constant rate, which keeps the checkpoints that decays start from."""
     config = base.get_config(size)
     config.schedule.kind = "constant"
     config.schedule.final_ratio = 0.0  # of the decays

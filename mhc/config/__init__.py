@@ -1,4 +1,4 @@
-"""Configuration: frozen, validated dataclasses that describe a run.
+"""Describe a run by frozen, validated dataclasses.
 
 Config files and command lines hold an ``ml_collections.ConfigDict`` (``configs/*.py``, ``--config.field=value``).
 `from_config_dict` turns it into a `Config`; nothing below sees a ConfigDict. ``None`` means "derive it" or "none", as
@@ -9,7 +9,7 @@ after ``dataclasses.replace``. Every complaint is a ``UserError`` of one line: t
 
     fields    every field: type, default, meaning, allowed values
     sources   the syntax of data.source and data.validation
-    residual  the group whose fields depend on the residual kind
+    residual  the group whose fields depend on the residual kind; kind_modules imports kinds from elsewhere
     group     the base of a group
     derived   the values that derive from several fields
     checks    the combinations that are refused
@@ -54,6 +54,7 @@ from mhc.config.fields import (
     ValidationConfig,
     WatchdogConfig,
 )
+from mhc.config.kind_modules import ModuleError
 from mhc.config.names import (
     Field,
     default_of,
@@ -93,6 +94,7 @@ __all__ = [
     "MeshConfig",
     "MlpConfig",
     "ModelConfig",
+    "ModuleError",
     "MoeConfig",
     "MonitorConfig",
     "NormConfig",

@@ -1,4 +1,4 @@
-"""The combinations of fields that are refused, each with the reason."""
+"""Refuse combinations of fields, each with the reason."""
 
 from __future__ import annotations
 

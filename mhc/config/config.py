@@ -1,4 +1,4 @@
-"""The validated configuration of a run, and its resolution: every None that derives from other fields is filled in."""
+"""Validate the configuration of a run, and resolve it: every None that derives from other fields is filled in."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Conversions of a Config from and to what files and command lines hold: ConfigDicts, nested dicts, JSON, overrides."""
+"""Convert a Config from and to ConfigDicts, nested dicts and JSON, and change it by overrides."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from mhc import extras, kinds
+from mhc.config import kind_modules
 from mhc.config.config import Config, is_derived
 from mhc.config.fields import ResidualConfig
 from mhc.config.group import rules
+from mhc.config.kind_modules import ModuleError
 from mhc.config.names import field_names, fields_of, find, groups
 from mhc.errors import UserError
 from mhc.rules import unwrapped
@@ -29,7 +31,8 @@ def default() -> Any:
         from ml_collections import ConfigDict
         from ml_collections.config_dict import placeholder
     except ModuleNotFoundError:
-        raise extras.MissingExtra(f"mhc.config.default() needs ml_collections: {extras.command('train')}") from None
+        extras.require_train("mhc.config.default()")
+        raise
     config = ConfigDict()
     for group in groups():
         config[group] = part = ConfigDict()
@@ -72,7 +75,7 @@ def load_kinds(tree: Mapping[str, Any]) -> None:
     fields = tree.get("residual")
     modules = fields.get("module") if isinstance(fields, Mapping) else None
     if modules is not None:
-        kinds.load(rules(ResidualConfig)["module"].check("residual.module", str | None, modules))
+        kind_modules.load(rules(ResidualConfig)["module"].check("residual.module", str | None, modules))
 
 
 def change(config: Config, overrides: Mapping[str, Any]) -> Config:
@@ -128,7 +131,7 @@ def from_json(text: str, place: object = None) -> Config:
 
     Raises:
       UserError: the text is no JSON or no valid configuration.
-      mhc.kinds.ModuleError: the module of its residual kind cannot be imported.
+      ModuleError: the module of its residual kind cannot be imported.
     """
     try:
         tree = json.loads(text)
@@ -138,8 +141,8 @@ def from_json(text: str, place: object = None) -> Config:
         raise UserError("config: not JSON: nested too deep") from None
     try:
         return from_config_dict(upgraded(tree))
-    except kinds.ModuleError as error:
-        raise kinds.ModuleError(f"{place}: {error}" if place is not None else str(error)) from None
+    except ModuleError as error:
+        raise ModuleError(f"{place}: {error}" if place is not None else str(error)) from None
 
 
 def upgraded(tree: Any) -> Any:

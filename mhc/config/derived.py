@@ -1,4 +1,4 @@
-"""The groups of a run and the values that derive from several fields, such as those of fields that are None."""
+"""Collect the groups of a run, and derive values from several fields, such as those of fields that are None."""
 
 from __future__ import annotations
 

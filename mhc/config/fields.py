@@ -1,4 +1,4 @@
-"""Every field of a run: its type, default, meaning and allowed values.
+"""Declare every field of a run: its type, default, meaning and allowed values.
 
 ``python train.py --fields [GROUP]`` prints this list. ``None`` means "derive it" or "none", as the field's words say.
 The options of residual kinds, such as ``residual.iters``, are declared with their kinds in ``mhc/kinds.py``. The
@@ -12,6 +12,7 @@ from typing import Any
 
 from mhc import attention_impls, kinds
 from mhc.config.group import Group, setting
+from mhc.config.kind_modules import check_modules
 from mhc.config.residual import ResidualGroup
 from mhc.config.sources import source_field
 
@@ -218,7 +219,7 @@ class ResidualConfig(ResidualGroup, group="residual"):
         None,
         "modules that register kinds from elsewhere, separated by commas; None: the module that registered the kind",
         words="names of modules as `import` takes them",
-        further=kinds.check_modules,
+        further=check_modules,
     )
     options: tuple[tuple[str, Any], ...] = ()  # set through the names of the options, which are fields too
 

@@ -1,4 +1,4 @@
-"""The base of a group of fields: each field is declared with its rule and checked when the group is made."""
+"""Check the fields of a group by their rules when the group is made."""
 
 from __future__ import annotations
 

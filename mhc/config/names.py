@@ -1,4 +1,4 @@
-"""Fields by their dotted names, such as ``residual.n``: what there is, what each means, and its value from a text."""
+"""Find fields by their dotted names, such as ``residual.n``, and read their values from texts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What sets the group ``residual`` apart: its fields depend on the kind, which may come from elsewhere."""
+"""Implement the group ``residual``, whose fields depend on the kind, which may come from elsewhere."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Self
 
 from mhc import kinds
+from mhc.config import kind_modules
 from mhc.config.group import Group, hints, rules, unknown_field
 from mhc.errors import did_you_mean
 from mhc.rules import refuse
@@ -51,7 +52,7 @@ class ResidualGroup(Group):
         """
         fields = {"kind": kind, "n": n, "init": init, "collapse": collapse, "module": module}
         if isinstance(module, str):
-            kinds.load(module)
+            kind_modules.load(module)
         if isinstance(kind, str) and kind not in kinds.names():
             more = "residual.module names what registers others" if module is None else f"{module} registers no other"
             nearest = did_you_mean(kind, kinds.names())

@@ -1,4 +1,4 @@
-"""Resuming a run: which fields may differ from the stored config, and which stored values a run keeps."""
+"""Decide which fields may differ when a run is resumed, and which stored values it keeps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The syntax of ``data.source`` and ``data.validation``: one source, a mixture of several, or several sets."""
+"""Parse ``data.source`` and ``data.validation``: one source, a mixture of several, or several sets."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ from mhc.data.corpus.token_ids import TokenFiles
 from mhc.data.rows.encoding import Encode, open_corpus
 from mhc.data.rows.iterator import PLACES, PackedDataset, Packing
 from mhc.data.rows.mixture import Assignment
-from mhc.data.rows.order import fingerprint, open_orders
+from mhc.data.rows.order import digests, fingerprint, open_orders
 from mhc.data.rows.packing import Batch, empty_batch, fill_row
 from mhc.data.rows.spread import Rows
 from mhc.data.rows.workers import SharedDataset, Worker
@@ -95,7 +95,9 @@ class TrainIterator:
         packing = Packing(self._assign, len(shares), self._rows, batch_size, data.sequence_length)
         packed: grain.IterDataset
         if data.workers:
-            packed = SharedDataset(Worker(data, tokenizer.content_hash, corpus, seed, packing), data.prefetch)
+            packed = SharedDataset(
+                Worker(data, tokenizer.content_hash, digests(self._orders), seed, packing), data.prefetch
+            )
         else:
             packed = PackedDataset(packing, self._orders)
         # In a list, so that closing can let go of it: grain's iterators close themselves when they are deleted, which

@@ -249,7 +249,11 @@ def page(every: Sequence[Mappings], drawn: Sequence[Drawn]) -> str:
 
 def main(arguments: Sequence[str]) -> int:
     """The command line; returns the exit code. Raises UserError for a mistake."""
-    parser = cli.Parser(prog="python -m eval.mappings", description="Pictures of a checkpoint's residual maps.")
+    parser = cli.Parser(
+        description="Pictures of a checkpoint's residual maps.",
+        example="{prog} --checkpoint runs/mhc --out report",
+        fields=checkpoints.FIELDS,
+    )
     checkpoints.add_arguments(parser, several=True)
     parser.add_argument("--sequences", type=int, help="of the validation set; without: monitor.probe_sequences")
     parser.add_argument("--out", required=True, metavar="DIR", help="folder for the page, the figures and the numbers")

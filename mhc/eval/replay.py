@@ -298,9 +298,9 @@ def render(result: Replay) -> str:
 def main(arguments: Sequence[str]) -> int:
     """The command line; returns the exit code: 1 where the log was not reproduced. Raises UserError for a mistake."""
     parser = cli.Parser(
-        prog="python -m eval.replay",
         description="Replay a step of a run: its loss, gradient norm and profile over sublayers.",
-        epilog="--config.GROUP.FIELD=VALUE changes a field: the same batches under another configuration.",
+        example="{prog} runs/a --step 400 --config.optimizer.lr=1e-3",
+        fields=cli.EVERY_FIELD,
     )
     parser.add_argument("run", metavar="RUN", help="folder of the run")
     parser.add_argument("--step", required=True, type=int, help="the step to replay")

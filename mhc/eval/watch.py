@@ -142,7 +142,11 @@ def benchmarks(checkpoint: checkpoints.Checkpoint, tasks: harness.Tasks, limit: 
 
 def main(arguments: Sequence[str]) -> int:
     """The command line; returns the exit code. Raises UserError for a mistake."""
-    parser = cli.Parser(prog="python -m eval.watch", description="Score a run's checkpoints as they are committed.")
+    parser = cli.Parser(
+        description="Score a run's checkpoints as they are committed.",
+        example="{prog} runs/a --rows 0",
+        fields=checkpoints.FIELDS,
+    )
     parser.add_argument("run", metavar="RUN", help="folder of the run, which may be going on")
     parser.add_argument("--out", metavar="FILE.jsonl", help="where lines are added (RUN.scores.jsonl, beside the run)")
     parser.add_argument("--every_seconds", type=float, default=30.0, help="between two looks (30)")

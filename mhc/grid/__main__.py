@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from mhc import cli, stdio
+from mhc import checkout, cli, stdio
 from mhc.errors import UserError, did_you_mean
 from mhc.grid import collect as tables
 from mhc.grid import devices, gke, local, plan, slurm
@@ -206,6 +206,11 @@ def _check_launcher(options: argparse.Namespace) -> None:
 def _pod(options: argparse.Namespace) -> gke.Pod | None:
     if options.launcher != "gke":
         return None
+    if not checkout.exists():
+        raise UserError(
+            "--launcher gke needs a checkout of the project: its manifests run train.py and tpu/worker.sh of an image "
+            "made from one"
+        )
     for name in ("gke_image", "gke_claim", "gke_accelerator"):
         if getattr(options, name) is None:
             raise UserError(f"--{name} is required with --launcher gke")

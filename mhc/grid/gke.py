@@ -15,8 +15,9 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from mhc import checkout
 from mhc.errors import UserError
-from mhc.grid.plan import PROJECT, Plan
+from mhc.grid.plan import Plan
 
 FOLDER = "jobsets"
 MOUNT = "/runs"
@@ -57,7 +58,7 @@ def command(plan: Plan, arm: str, workdir: str) -> list[str]:
     Raises: UserError where the base config lies outside of the project, since an image does not have it.
     """
     path, colon, text = plan.base_file.partition(":")
-    base = os.path.relpath(path, PROJECT)
+    base = os.path.relpath(path, checkout.ROOT)
     if base.startswith(".."):
         raise UserError(f"--launcher gke: the base config {path} lies outside of the project, so images do not have it")
     fields = {**plan.overrides, **plan.arms[arm]}

@@ -12,11 +12,10 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 
-from mhc import full_disk, stdio
+from mhc import checkout, full_disk, stdio
 from mhc.grid import folder as folders
 from mhc.grid.devices import Slot
 from mhc.grid.folder import Attempt, Claim
-from mhc.grid.plan import PROJECT
 from mhc.monitor.progress import duration
 
 Command = Callable[[Path, str], Sequence[str]]
@@ -36,7 +35,8 @@ def environment(workdir: Path) -> dict[str, str]:
 
     Arms that differ in their seeds alone run the same programs; an own choice of the user's stays.
     """
-    path = os.pathsep.join(entry for entry in (str(PROJECT), os.environ.get("PYTHONPATH", "")) if entry)
+    package = [str(checkout.ROOT)] if checkout.exists() else []  # an installed one is found as it is here
+    path = os.pathsep.join(entry for entry in (*package, os.environ.get("PYTHONPATH", "")) if entry)
     cache = {
         "JAX_COMPILATION_CACHE_DIR": str((workdir / ".compiled").resolve()),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "1",

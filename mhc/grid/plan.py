@@ -11,22 +11,18 @@ import dataclasses
 import fcntl
 import functools
 import os
-import runpy
-import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mhc import cli
+from mhc import checkout, cli, python_files
 from mhc import config as configs
-from mhc.config import Config
+from mhc.config import Config, ModuleError
 from mhc.errors import UserError, did_you_mean
 from mhc.files import read_json, write_json
 from mhc.grid.arms import Arm, Grid, name_of, options_unknown, source_of
 from mhc.grid.folder import begun
-from mhc.kinds import ModuleError
 
-PROJECT = Path(__file__).parents[2]
 FILE = cli.GRID
 
 
@@ -161,28 +157,15 @@ def _words(fields: Arm) -> str:
 
 
 def _run_grid_file(path: str) -> Grid:
-    """What the file's get_grid gives. Raises UserError with file and line for whatever goes wrong in it."""
-    file, colon, text = path.partition(":")
-    if not Path(file).is_file():
-        ready = (PROJECT / "configs" / "grids").glob("*.py")
-        near = {str(entry) for entry in Path(file).parent.glob("*.py")} | {os.path.relpath(entry) for entry in ready}
-        near = {entry for entry in near if Path(entry).stem not in ("__init__", "base")}
-        raise UserError(f"grid file {file}: no such file{did_you_mean(file, sorted(near))}")
-    try:
-        get_grid = runpy.run_path(file).get("get_grid")
-        if get_grid is None:
-            raise UserError("it defines no get_grid()")
-        made = get_grid(text) if colon else get_grid()
-    except SyntaxError as error:
-        raise UserError(f"grid file {error.filename}, line {error.lineno}: {error.msg}") from None
-    except Exception as error:  # the file is the user's, and so is whatever it raises
-        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
-        place = f", line {lines[-1]}" if lines else ""
-        kind = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
-        raise UserError(f"grid file {file}{place}: {kind}{error.args[0] if error.args else error}") from None
-    if not isinstance(made, Grid):
-        raise UserError(f"grid file {file}: get_grid() gives {type(made).__name__}, allowed: mhc.grid.Grid")
-    return made
+    """Return what the file's get_grid gives. Raises UserError with file and line for whatever goes wrong in it."""
+    file = path.partition(":")[0]
+    ready = (checkout.ROOT / "configs" / "grids").glob("*.py")
+    near = {str(entry) for entry in Path(file).parent.glob("*.py")} | {os.path.relpath(entry) for entry in ready}
+    near = {entry for entry in near if Path(entry).stem not in ("__init__", "base")}
+    grid = python_files.result_of(path, "get_grid", "grid", near=sorted(near), locate=True)
+    if not isinstance(grid, Grid):
+        raise UserError(f"grid file {file}: get_grid() gives {type(grid).__name__}, allowed: mhc.grid.Grid")
+    return grid
 
 
 # In the folder --------------------------------------------------------------------------------------------------------

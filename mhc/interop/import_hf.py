@@ -4,7 +4,7 @@
 
 The run folder holds a checkpoint of step 0 and the resolved config: evaluate it, or train it with
 
-    python train.py --config configs/of_run.py:runs/x --workdir runs/x
+    python -m mhc.train --config runs/x/config.json --workdir runs/x
 
 What a run cannot change when it is resumed (rate, data, schedule) is said here, or in a run of its own that starts with
 ``--config.train.init_from=runs/x``. A tokenizer.json in DIR is copied and used.
@@ -168,7 +168,7 @@ def main(arguments: Sequence[str]) -> int:
         return 0
     if not (run / TOKENIZER).is_file():
         print(f"{options.folder} has no {TOKENIZER}: the run's is {config.data.tokenizer}")
-    print(f"{run}: imported; to train it: python train.py --config configs/of_run.py:{run} --workdir {run}")
+    print(f"{run}: imported; to train it: python -m mhc.train --config {run}/config.json --workdir {run}")
     return 0
 
 

@@ -1,5 +1,5 @@
-"""Export the kernels of the residual stream. ``mhc.kernels.xla`` implements them on every platform."""
+"""Kernels of the residual stream: ``mhc.kernels.xla`` on every platform, or another implementation by ``target``."""
 
-from mhc.kernels.xla import add, project, read, sinkhorn, write
+from mhc.kernels.dispatch import TARGETS, add, current_target, project, read, sinkhorn, target, write
 
-__all__ = ["add", "project", "read", "sinkhorn", "write"]
+__all__ = ["TARGETS", "add", "current_target", "project", "read", "sinkhorn", "target", "write"]

@@ -212,6 +212,10 @@ project.defvjp(_project_forward, _project_backward)
 @jax.custom_vjp
 def read(x: jax.Array, pre: jax.Array) -> jax.Array:
     """Return u = sum_j pre[j] x_j: x [..., N, D], pre [N, ...] -> u [..., D] in the dtype of x."""
+    return _read(x, pre)
+
+
+def _read(x: jax.Array, pre: jax.Array) -> jax.Array:
     dtype = _wide(x, pre)
     weights, wide = pre.astype(dtype), x.astype(dtype)
     u = _total(weights[j, ..., None] * wide[..., j, :] for j in range(x.shape[-2]))
@@ -219,7 +223,7 @@ def read(x: jax.Array, pre: jax.Array) -> jax.Array:
 
 
 def _read_forward(x: jax.Array, pre: jax.Array) -> tuple[jax.Array, Any]:
-    return read(x, pre), (x, pre)
+    return _read(x, pre), (x, pre)
 
 
 def _read_backward(residuals: Any, g: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -240,6 +244,10 @@ def write(x: jax.Array, y: jax.Array, post: jax.Array, res: jax.Array) -> jax.Ar
 
     x [..., N, D], y [..., D], post [N, ...], res [N, N, ...] -> x' [..., N, D].
     """
+    return _write(x, y, post, res)
+
+
+def _write(x: jax.Array, y: jax.Array, post: jax.Array, res: jax.Array) -> jax.Array:
     dtype = _wide(x, y, post, res)
     out = _mix(x.astype(dtype), res.astype(dtype), transpose=False)
     out = out + jnp.moveaxis(post.astype(dtype), 0, -1)[..., None] * y.astype(dtype)[..., None, :]
@@ -254,7 +262,7 @@ def _mix(x: jax.Array, res: jax.Array, transpose: bool) -> jax.Array:
 
 
 def _write_forward(x: jax.Array, y: jax.Array, post: jax.Array, res: jax.Array) -> tuple[jax.Array, Any]:
-    return write(x, y, post, res), (x, y, post, res)
+    return _write(x, y, post, res), (x, y, post, res)
 
 
 def _write_backward(residuals: Any, g: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:

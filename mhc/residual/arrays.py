@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -45,6 +46,12 @@ def named(params: Mapping[str, ArrayLike], names: Iterable[str], function: str) 
             near = did_you_mean(name, [str(key) for key in params if key not in names])
             raise ValueError(f"{function} takes the parameters {', '.join(names)}; {name} is missing{near}")
     return {name: params[name] for name in names}
+
+
+def check_count(name: str, count: object) -> None:
+    """Refuse what is no whole number of at least 1. Raises ValueError."""
+    if isinstance(count, bool) or not hasattr(count, "__index__") or operator.index(count) < 1:
+        raise ValueError(f"{name} must be at least 1 and a whole number, got {count!r}")
 
 
 def check_streams(name: str, x: Any) -> tuple[int, int]:

@@ -25,7 +25,8 @@ import jax
 import jax.numpy as jnp
 
 from mhc.kernels.presets import SINKHORN_PRESETS, check_sinkhorn
-from mhc.residual.arrays import check_axes, check_leading, check_square, check_streams, named, promoted
+from mhc.residual.arrays import check_axes, check_count, check_leading, check_square, check_streams, named, promoted
+from mhc.residual.initial import PRESETS, draws, hc_params, head_params, mhc_alpha, mhc_bias, mhc_params, mhc_phi
 from mhc.residual.mixing import Mixing, mixing_of
 from mhc.residual.mixing.kronecker import kronecker_mixture
 from mhc.residual.mixing.permutations import permutation_mixture
@@ -35,17 +36,26 @@ if TYPE_CHECKING:
     from jax.typing import ArrayLike
 
 __all__ = [
+    "PRESETS",
     "SINKHORN_PRESETS",
     "Gains",
     "Maps",
     "collapse_head",
     "composite_gains",
     "composite_maps",
+    "draws",
     "hc_maps",
+    "hc_params",
+    "head_params",
     "kronecker_mixture",
     "maps_from_logits",
+    "mhc_alpha",
+    "mhc_bias",
     "mhc_logits",
     "mhc_maps",
+    "mhc_params",
+    "mhc_phi",
+    "normed_projection",
     "permutation_mixture",
     "read",
     "residual_logits",
@@ -76,8 +86,7 @@ def residual_logits(kind: str, n: int) -> int:
     Raises:
       ValueError: unknown kind, or an N that the kind does not have (mhc_lite: at most 5, kromhc: powers of two).
     """
-    if isinstance(n, bool) or not hasattr(n, "__index__") or n < 1:
-        raise ValueError(f"n must be at least 1 and a whole number, got {n!r}")
+    check_count("n", n)
     return mixing_of(kind).logits(n)
 
 
@@ -167,18 +176,26 @@ def mhc_maps(
     n, d = check_streams("x", x)
     r = residual_logits(kind, n)
     check_axes(f"phi of {kind} with N={n}, D={d}", phi, ("N*D", n * d), ("2N+R", 2 * n + r), leading=False)
-    # The norm is one scalar a token, so it is applied after the matmul. (N, D) is contracted without a reshape of x,
-    # which would gather a width sharded over a tensor-parallel mesh.
-    scale = jax.lax.rsqrt(jnp.mean(x * x, axis=(-2, -1)) + rms_eps)
-    raw = jnp.einsum("...nd,ndr->...r", x, phi.reshape(n, d, 2 * n + r)) * scale[..., None]
     return maps_from_logits(
-        mhc_logits(raw, alpha, bias, n),
+        mhc_logits(normed_projection(x, phi, rms_eps=rms_eps), alpha, bias, n),
         kind=kind,
         preset=preset,
         iters=iters,
         map_eps=map_eps,
         sinkhorn_eps=sinkhorn_eps,
     )
+
+
+def normed_projection(x: ArrayLike, phi: ArrayLike, *, rms_eps: float = 1e-6) -> jax.Array:
+    """Return m phi with m = vec(x) rsqrt(mean(vec(x)^2) + rms_eps): x [..., N, D], phi [N*D, R] -> [..., R]."""
+    x, phi = promoted(x=x, phi=phi)
+    n, d = check_streams("x", x)
+    if phi.ndim != 2 or phi.shape[0] != n * d:
+        raise ValueError(f"phi must be [N*D={n * d}, R], got shape {phi.shape}")
+    # The norm is one scalar a token, so it is applied after the matmul. (N, D) is contracted without a reshape of x,
+    # which would gather a width sharded over a tensor-parallel mesh.
+    scale = jax.lax.rsqrt(jnp.mean(x * x, axis=(-2, -1)) + rms_eps)
+    return jnp.einsum("...nd,ndr->...r", x, phi.reshape(n, d, -1)) * scale[..., None]
 
 
 def mhc_logits(raw: ArrayLike, alpha: ArrayLike, bias: ArrayLike, n: int) -> jax.Array:
@@ -255,8 +272,7 @@ def collapse_head(
     check_axes("base", base, ("N", n), leading=False)
     if scale.shape not in ((), (1,)):
         raise ValueError(f"scale must be () or [1], got shape {scale.shape}")
-    norm = jax.lax.rsqrt(jnp.mean(x * x, axis=(-2, -1)) + rms_eps)
-    raw = jnp.einsum("...nd,ndm->...m", x, fn.reshape(n, d, n)) * norm[..., None]
+    raw = normed_projection(x, fn, rms_eps=rms_eps)
     scale, base = (jax.lax.broadcast_to_rank(leaf, raw.ndim) for leaf in (scale, base))
     return read(x, jax.nn.sigmoid(scale * raw + base) + map_eps)
 

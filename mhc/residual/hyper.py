@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from mhc.residual import initial
 from mhc.residual.runner import StreamRunner
 from mhc.residual.streams import StreamConnection, StreamTopology, TokenMaps
 from mhc.rng import PathKey
@@ -16,8 +17,7 @@ class HyperConnectionMaps(StreamConnection):
     """Static maps b plus, when dynamic, a bounded correction that each stream's normalised content decides.
 
     Parameters, float32: b_pre [N], b_post [N], b_res [N, N]; dynamic: w_pre [D], w_post [D], w_res [D, N], alpha [3].
-    Init ``hc``: w = 0, alpha = 0.01, b_pre one-hot at the home stream k mod N, b_post = 1, b_res = I, so that the
-    network is the plain residual network.
+    They start from ``functional.hc_params``.
     """
 
     def __init__(
@@ -32,14 +32,15 @@ class HyperConnectionMaps(StreamConnection):
         rms_eps: float = 1e-6,
     ):
         self.n, self.dynamic, self.tanh, self.rms_eps = n, dynamic, tanh, rms_eps
-        self.b_pre = nnx.Param(jax.nn.one_hot(k % n, n, dtype=jnp.float32))
-        self.b_post = nnx.Param(jnp.ones((n,), jnp.float32))
-        self.b_res = nnx.Param(jnp.eye(n, dtype=jnp.float32))
+        start = initial.hc_params(n, width, k=k, alpha=alpha, dynamic=dynamic)
+        self.b_pre = nnx.Param(start["b_pre"])
+        self.b_post = nnx.Param(start["b_post"])
+        self.b_res = nnx.Param(start["b_res"])
         if dynamic:
-            self.w_pre = nnx.Param(jnp.zeros((width,), jnp.float32))
-            self.w_post = nnx.Param(jnp.zeros((width,), jnp.float32))
-            self.w_res = nnx.Param(jnp.zeros((width, n), jnp.float32))
-            self.alpha = nnx.Param(jnp.full((3,), 0.01 if alpha is None else alpha, jnp.float32))
+            self.w_pre = nnx.Param(start["w_pre"])
+            self.w_post = nnx.Param(start["w_post"])
+            self.w_res = nnx.Param(start["w_res"])
+            self.alpha = nnx.Param(start["alpha"])
 
     def token_maps(self, x: jax.Array) -> TokenMaps:
         lead = x.shape[:-2]

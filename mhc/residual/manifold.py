@@ -2,49 +2,22 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from mhc import kernels
 from mhc.kernels.presets import check_sinkhorn
+from mhc.residual import initial
 from mhc.residual.mixing import Mixing, configured
 from mhc.residual.mixing.sinkhorn import Sinkhorn
 from mhc.residual.runner import Runner
 from mhc.residual.streams import StreamConnection, StreamTopology, TokenMaps
 from mhc.rng import PathKey, path_key
-
-
-def initial_bias(mixing: Mixing, init: str, n: int, home: int | jax.Array, res_gap: float) -> jax.Array:
-    """Return the bias [2N+R] of a preset: pre, post, then res logits. ``home``, the sublayer's home stream, may be
-    traced."""
-    if init in ("fanin", "v4"):
-        return jnp.zeros((2 * n + mixing.logits(n),), jnp.float32)
-    res = mixing.initial(n, 8.0 if init == "home" else res_gap)
-    if init == "home":
-        at_home = 2.0 * jax.nn.one_hot(home, n, dtype=jnp.float32) - 1.0
-        return jnp.concatenate([at_home, at_home, res])
-    # equivalent: the streams are read as their mean (17 saturates the sigmoid in float32), each gets the output once.
-    read_mean = -math.log(n - 1) if n > 1 else 17.0
-    return jnp.concatenate([jnp.full((n,), read_mean, jnp.float32), jnp.zeros((n,), jnp.float32), res])
-
-
-def transpose_res_logits(parameters: Mapping[str, jax.Array], n: int) -> dict[str, jax.Array]:
-    """Return phi and bias of one connection (or of stacked ones) with the residual logits [N, N] transposed.
-
-    The logits are the last N * N columns, as those of mhc are: see `ManifoldMaps`.
-    """
-
-    def transposed(leaf: jax.Array) -> jax.Array:
-        others, res = leaf[..., : 2 * n], leaf[..., 2 * n :]
-        square = res.reshape(*res.shape[:-1], n, n)
-        return jnp.concatenate([others, jnp.swapaxes(square, -1, -2).reshape(res.shape)], axis=-1)
-
-    return {name: transposed(parameters[name]) for name in ("phi", "bias")}
 
 
 class ManifoldMaps(StreamConnection):
@@ -57,16 +30,13 @@ class ManifoldMaps(StreamConnection):
         t = topology
         self.n, self.mixing, self.preset = t.n, t.mixing, t.preset
         self.rms_eps, self.map_eps = t.rms_eps, t.map_eps
-        shape = (t.n, t.width, 2 * t.n + t.mixing.logits(t.n))
-        std = {"home": 0.0, "equivalent": (t.n * t.width) ** -0.5, "fanin": (t.n * t.width) ** -0.5, "v4": 0.02}[t.init]
-        alpha = {"home": 0.01, "equivalent": 0.0, "fanin": 0.01, "v4": 1.0}[t.init] if t.alpha is None else t.alpha
-        self.phi = nnx.Param(
-            std * jax.random.normal((path_key(rngs) / "phi").key, shape, jnp.float32)
-            if std
-            else jnp.zeros(shape, jnp.float32)
+        key = (path_key(rngs) / "phi").key if initial.draws(t.init) else None
+        start = initial.mhc_params(
+            t.n, t.width, kind=t.mixing, init=t.init, k=k, key=key, alpha=t.alpha, res_gap=t.res_gap
         )
-        self.alpha = nnx.Param(jnp.full((3,), alpha, jnp.float32))
-        self.bias = nnx.Param(initial_bias(t.mixing, t.init, t.n, k % t.n, t.res_gap))
+        self.phi = nnx.Param(start["phi"].reshape(t.n, t.width, -1))
+        self.alpha = nnx.Param(start["alpha"])
+        self.bias = nnx.Param(start["bias"])
 
     def token_maps(self, x: jax.Array) -> TokenMaps:
         n = self.n
@@ -76,6 +46,19 @@ class ManifoldMaps(StreamConnection):
         logits = raw * alpha.reshape(-1, *tokens) + self.bias[...].reshape(-1, *tokens)
         pre = jax.nn.sigmoid(logits[:n]) + (self.map_eps if self.preset == "deepseek" else 0.0)
         return TokenMaps(pre, 2.0 * jax.nn.sigmoid(logits[n : 2 * n]), self.mixing(logits[2 * n :], n))
+
+
+def reordered(params: Mapping[str, jax.Array], order: np.ndarray) -> dict[str, jax.Array]:
+    """Return the parameters of a connection with its residual logits in another order, [R] of places.
+
+    They are the last R entries of the last axis of phi and bias.
+    """
+
+    def swap(leaf: jax.Array) -> jax.Array:
+        rest = leaf.shape[-1] - len(order)
+        return jnp.concatenate([leaf[..., :rest], leaf[..., rest:][..., order]], axis=-1)
+
+    return {**params, **{name: swap(params[name]) for name in ("phi", "bias")}}
 
 
 class ManifoldHyperConnections(StreamTopology):

@@ -55,14 +55,18 @@ class StreamConnection(Connection):
 
 
 class LearnedCollapse(nnx.Module):
-    """The ``head`` collapse of DeepSeek-V4: ``collapse_head``. Init: fn [N, D, N] std 0.02, base [N] 0, scale [1] 1."""
+    """Collapses streams as DeepSeek-V4 does, by ``functional.collapse_head``.
+
+    Parameters, float32: fn [N, D, N], base [N], scale [1]. They start from ``functional.head_params``.
+    """
 
     def __init__(self, n: int, width: int, *, rms_eps: float, map_eps: float, rngs: nnx.Rngs | PathKey):
         key = path_key(rngs)
         self.rms_eps, self.map_eps = rms_eps, map_eps
-        self.fn = nnx.Param(0.02 * jax.random.normal((key / "fn").key, (n, width, n), jnp.float32))
-        self.base = nnx.Param(jnp.zeros((n,), jnp.float32))
-        self.scale = nnx.Param(jnp.ones((1,), jnp.float32))
+        start = functional.head_params(n, width, key=(key / "fn").key)
+        self.fn = nnx.Param(start["fn"].reshape(n, width, n))
+        self.base = nnx.Param(start["base"])
+        self.scale = nnx.Param(start["scale"])
 
     def __call__(self, x: jax.Array) -> jax.Array:
         n, d = x.shape[-2:]

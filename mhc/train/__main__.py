@@ -24,7 +24,7 @@ def main(arguments: Sequence[str]) -> int:
         fields=cli.EVERY_FIELD,
     )
     either = parser.add_mutually_exclusive_group(required=True)
-    either.add_argument("--config", metavar="FILE", help="config file with get_config(), e.g. configs/demo.py")
+    either.add_argument("--config", metavar="FILE", help="config file with get_config(), or RUN/config.json")
     either.add_argument(
         "--from", dest="origin", metavar="RUN/run.json", help="start a run anew as another one was started"
     )

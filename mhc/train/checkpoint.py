@@ -14,9 +14,8 @@ import orbax.checkpoint as ocp
 
 from mhc import config as configs
 from mhc import full_disk, remote
-from mhc.config import CheckpointConfig, Config
+from mhc.config import CheckpointConfig, Config, ModuleError
 from mhc.errors import UserError
-from mhc.kinds import ModuleError
 from mhc.model.decoder import Decoder, DecoderDefinition, Params
 from mhc.remote import Folder
 from mhc.train import orbax_reads

@@ -29,7 +29,7 @@ from mhc.train.stalls import Stalls
 from mhc.train.step import Faults
 
 
-def run(config: Config, workdir: str | Path, origin: provenance.Origin | None = None) -> int:
+def run(config: Config, workdir: str | Path, origin: provenance.StoredRun | None = None) -> int:
     """Train to ``train.steps``, from the last committed checkpoint of ``workdir`` if there is one.
 
     Where several processes share the run (`mhc.distributed`), all of them call this.
@@ -68,7 +68,7 @@ class Run:
         workdir: str | Path,
         faults: Faults | None = None,
         devices: Sequence[jax.Device] | None = None,
-        origin: provenance.Origin | None = None,
+        origin: provenance.StoredRun | None = None,
     ):
         """Check everything that a user may have got wrong.
 

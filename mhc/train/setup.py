@@ -50,7 +50,7 @@ class Setup:
         config: Config,
         workdir: str | Path,
         devices: Sequence[jax.Device] | None = None,
-        origin: provenance.Origin | None = None,
+        origin: provenance.StoredRun | None = None,
     ):
         self.began = time.perf_counter()
         self.primary = distributed.primary()

@@ -1,4 +1,4 @@
-"""configs/of_run.py: the config of a run, to go on from or to change."""
+"""The config of a run, to go on from or to change: configs/of_run.py:RUN, and RUN/config.json."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ FILE = Path(__file__).parents[2] / "configs" / "of_run.py"
 def again(config: Config, folder: Path, *overrides: str) -> Config:
     """The resolved config of a run in ``folder``, as the command line gives it."""
     (folder / "config.json").write_text(to_json(config))
-    return resolve(cli.load_config(f"{FILE}:{folder}", overrides, cli.Parser()), config.vocab_size)
+    made = resolve(cli.load_config(f"{FILE}:{folder}", overrides, cli.Parser()), config.vocab_size)
+    assert resolve(cli.load_config(f"{folder}/config.json", overrides, cli.Parser()), config.vocab_size) == made
+    return made
 
 
 @pytest.mark.parametrize(
@@ -57,3 +59,21 @@ def test_another_kind_is_as_if_it_had_been_chosen(kind: str, other: str) -> None
 def test_no_run_is_one_line(run: str) -> None:
     with pytest.raises(UserError, match=r"of_run\.py:.*no run folder, allowed: configs/of_run\.py:RUN"):
         cli.load_config(f"{FILE}:{run}", [], cli.Parser())
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (None, r"config file .*config\.json: no such file$"),
+        ("{", r"config file .*config\.json: config: not JSON: line 1"),
+        ("[]", r"config file .*config\.json: config: given list"),
+        ('{"model": {"layres": 2}}', r"config file .*config\.json: model\.layres: .*did you mean model\.layers"),
+        ("\udcff", r"config file .*config\.json: .*utf-8"),
+    ],
+)
+def test_a_stored_config_that_cannot_be_read_is_one_line(tmp_path: Path, text: str | None, said: str) -> None:
+    file = tmp_path / "config.json"
+    if text is not None:
+        file.write_bytes(text.encode("utf-8", "surrogateescape"))
+    with pytest.raises(UserError, match=said):
+        cli.load_config(str(file), (), cli.Parser())

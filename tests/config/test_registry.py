@@ -166,17 +166,18 @@ def test_a_kind_has_a_default_number_of_streams(streams: tuple[int, ...], n: int
         (kinds.Kind("some", streams=()), "streams must be a tuple of ints from 1"),
         (kinds.Kind("some", streams=(0, 2)), "streams must be a tuple of ints from 1"),
         (kinds.Kind("some", streams=4), "streams must be a tuple of ints from 1"),  # type: ignore[arg-type]
-        (kinds.Kind("some", collapses=()), "collapses name a way to end"),
+        (kinds.Kind("some", collapses=()), "collapses must not be empty"),
         (kinds.Kind("some.kind"), "its name must be letters, digits"),
         (kinds.Kind(""), "its name must be letters, digits"),
         (kinds.Kind("some", options={"a-b": kinds.Option("a", default=1)}), "must be a Python identifier"),
         (kinds.Kind("some", options={"init": kinds.Option("a preset", default="a")}), "every kind has a field"),
-        (kinds.Kind("some", options={"iters": kinds.Option("rounds", default=3)}), "declared in another way"),
+        (kinds.Kind("some", options={"iters": kinds.Option("rounds", default=3)}), "declared differently"),
         (
             kinds.Kind("some", parameters={"turn": kinds.Parameter(("maps",), decayed_by="x")}),
             "no option 'x' decays it",
         ),
         (kinds.Kind("some", preserving={"speed": 1}), "preserving names 'speed'"),
+        (kinds.Kind("some", convention="speed"), "convention names 'speed'"),
     ],
 )
 def test_a_kind_that_contradicts_itself_or_others_is_refused(kind: kinds.Kind, why: str) -> None:
@@ -295,7 +296,7 @@ def test_a_name_or_a_parameter_cannot_be_declared_twice_in_different_ways() -> N
     before = kinds.names()
     with pytest.raises(ValueError, match="'mhc' is already declared"):
         kinds.declare(kinds.Kind("mhc"))
-    with pytest.raises(ValueError, match="parameter 'phi' of kind 'other' is declared in another way"):
+    with pytest.raises(ValueError, match="parameter 'phi' of kind 'other' is declared differently"):
         kinds.declare(kinds.Kind("other", parameters={"phi": kinds.Parameter(("embed",))}))
     assert kinds.names() == before
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -40,6 +42,33 @@ def write_texts(folder: Path, count: int, seed: int = 0, words: int = 60) -> Non
     for number in range(count):
         lines = [sentence(rng, rng.randint(1, words)) for _ in range(rng.randint(1, 5))]
         (folder / f"{number:03d}.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def prepare_tfds(
+    folder: Path, splits: dict[str, list[str]], field: str = "text", file_format: str = "array_record"
+) -> None:
+    """Prepare a TFDS dataset ``tales`` below a folder, as a user would: {split: texts}."""
+    import tensorflow_datasets as tfds
+
+    class Tales(tfds.core.GeneratorBasedBuilder, skip_registration=True):  # type: ignore[call-arg]
+        VERSION = tfds.core.Version("1.2.3")
+        code_path = None
+
+        def _info(self) -> Any:
+            features = tfds.features.FeaturesDict({field: tfds.features.Text(), "id": np.int64})
+            return tfds.core.DatasetInfo(builder=self, features=features)
+
+        def _split_generators(self, dl_manager: Any) -> Any:
+            return {split: self._generate_examples(split) for split in splits}
+
+        def _generate_examples(self, split: str) -> Any:
+            for number, text in enumerate(splits[split]):
+                yield number, {field: text, "id": number}
+
+    tfds.disable_progress_bar()
+    Tales(data_dir=folder, file_format=file_format).download_and_prepare(
+        download_config=tfds.download.DownloadConfig(try_download_gcs=False, compute_stats="skip")
+    )
 
 
 @pytest.fixture

@@ -23,7 +23,7 @@ import zstandard
 from mhc.config import DataConfig
 from mhc.data.corpus.sources import Split, documents, open_source
 from mhc.data.user_files import local_copies
-from mhc.data.user_files.globs import Place
+from mhc.data.user_files.globs import CorpusFile
 from mhc.errors import UserError
 from tests.object_store import ObjectStore, serving
 
@@ -151,7 +151,7 @@ def test_a_parquet_file_is_read_in_bounded_memory(tmp_path: Path) -> None:
         "peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10\n"
         "before = peak()\n"
         "place = globs.match('text', sys.argv[1])[0]\n"
-        "copy = local_copies.plain(place, DataConfig(cache_dir=sys.argv[2]))\n"
+        "copy = local_copies.local_copy(place, DataConfig(cache_dir=sys.argv[2]))\n"
         "print(copy.stat().st_size >> 20, peak() - before)\n"
     )
     command = [sys.executable, "-c", program, str(tmp_path / "a.parquet"), str(tmp_path / "cache")]
@@ -290,7 +290,7 @@ def test_many_files_of_a_store_are_split_by_their_names_and_copied_when_they_cha
     copied: list[str] = []
     unpack = local_copies._unpack
 
-    def noted(place: Place, *rest: Any) -> None:
+    def noted(place: CorpusFile, *rest: Any) -> None:
         copied.append(place.name)
         unpack(place, *rest)
 

@@ -35,7 +35,6 @@ from mhc.config import DataConfig
 from mhc.data import tokenizers
 from mhc.data.corpus.prepared import Prepared
 from mhc.data.corpus.sources import documents, open_source
-from mhc.data.corpus.text import TextFiles
 from mhc.data.pipeline import train_iterator, validation_batches
 from mhc.data.prepare import __main__ as program
 from mhc.data.prepare import folder, prepare, progress, run, shards
@@ -889,14 +888,13 @@ def test_a_mistake_in_a_document_is_one_line_of_the_process_that_found_it(
 ) -> None:
     """A file that changes after its lines were found, as a process sees it."""
     data, _ = copied(small, tmp_path)
-    scan = TextFiles._scan
 
-    def scan_and_change(self: TextFiles, file: int, block: int) -> Iterator[tuple[int, int, int]]:
-        yield from scan(self, file, block)
-        if file == 1:
-            (tmp_path / "corpus" / "1.jsonl").write_text("[" * 10**6)
+    def change_and_run(*arguments: Any) -> Any:
+        (tmp_path / "corpus" / "1.jsonl").write_text("[" * 10**6)
+        return make_shards(*arguments)
 
-    monkeypatch.setattr(TextFiles, "_scan", scan_and_change)
+    make_shards = run.make_shards
+    monkeypatch.setattr(run, "make_shards", change_and_run)
     with pytest.raises(UserError, match=r"1\.jsonl has changed while it was prepared: (remove .*, and )?start again$"):
         prepared(data, tmp_path / "new", workers=2)
     assert not (tmp_path / "new" / "manifest.json").exists()

@@ -27,6 +27,7 @@ from mhc.data.corpus.text import TextFiles
 from mhc.data.pipeline import train_iterator, validation_batches
 from mhc.data.rows.encoding import open_corpus
 from mhc.errors import UserError
+from tests.data.conftest import prepare_tfds
 
 BYTES = tokenizers.load("bytes")
 
@@ -424,7 +425,7 @@ def test_lines_that_were_read_as_text_are_another_corpus(tmp_path: Path) -> None
     for name in ("a.txt", "a.jsonl", "a.JSONL", "a.ndjson"):
         (tmp_path / name).write_bytes(content)
         prints[name] = open_source(config(tmp_path, f"text:{tmp_path}/{name}"), "train")
-    settings = {name: cast(TextFiles, of)._settings([len(content)]) for name, of in prints.items()}
+    settings = {name: cast(TextFiles, of)._settings() for name, of in prints.items()}
     assert settings["a.txt"] == settings["a.jsonl"] != settings["a.JSONL"] != settings["a.ndjson"]
 
 
@@ -536,30 +537,11 @@ def test_two_processes_prepare_at_once_and_no_tensorflow_is_loaded(tmp_path: Pat
 
 @pytest.fixture
 def prepared(tmp_path: Path) -> Callable[..., DataConfig]:
-    """Prepares a TFDS dataset of 100 short texts, as a user would, and gives the config that reads it."""
-    import tensorflow_datasets as tfds
+    """Prepare a TFDS dataset of 100 short texts a split, and give the config that reads it."""
 
     def make(splits: tuple[str, ...], field: str = "text", file_format: str = "array_record") -> DataConfig:
-        class Tales(tfds.core.GeneratorBasedBuilder, skip_registration=True):  # type: ignore[call-arg]
-            VERSION = tfds.core.Version("1.2.3")
-            code_path = None
-
-            def _info(self) -> Any:
-                features = tfds.features.FeaturesDict({field: tfds.features.Text(), "id": np.int64})
-                return tfds.core.DatasetInfo(builder=self, features=features)
-
-            def _split_generators(self, dl_manager: Any) -> Any:
-                return {split: self._generate_examples(split) for split in splits}
-
-            def _generate_examples(self, split: str) -> Any:
-                for number in range(100):
-                    yield number, {field: f"{split} tale {number}", "id": number}
-
-        tfds.disable_progress_bar()
-        builder = Tales(data_dir=tmp_path / "cache", file_format=file_format)
-        builder.download_and_prepare(
-            download_config=tfds.download.DownloadConfig(try_download_gcs=False, compute_stats="skip")
-        )
+        texts = {split: [f"{split} tale {number}" for number in range(100)] for split in splits}
+        prepare_tfds(tmp_path / "cache", texts, field, file_format)
         return config(tmp_path, "tfds:tales")
 
     return make

@@ -101,7 +101,7 @@ def test_one_that_is_killed_is_a_line(mixed):
 def test_a_mistake_in_one_is_the_line_that_it_is(mixed, tmp_path):
     with opened(mixed, 2) as shared:
         (tmp_path / "a" / "007.txt").write_text("another text than when the run began")
-        with pytest.raises(UserError, match=r"data\.source changed while the run began"):
+        with pytest.raises(UserError, match=r"text:.*/a/\*\.txt has changed since the run began: put back"):
             read(shared, 1)
     with opened(mixed, 2) as shared:
         (tmp_path / "b" / "007.txt").unlink()

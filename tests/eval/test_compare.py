@@ -21,19 +21,24 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mhc import cli
 from mhc import config as configs
 from mhc.config import DataConfig
 from mhc.errors import UserError
-from mhc.eval.common.sheet import Style, envelope, smooth
-from mhc.eval.compare import __main__ as compare_module
-from mhc.eval.compare.__main__ import compare, main
-from mhc.eval.compare.figures import _Gallery, styles
-from mhc.eval.compare.findings import findings, number
+from mhc.eval.common.palette import Style
+from mhc.eval.common.sheet import envelope
+from mhc.eval.common.words import number
+from mhc.eval.compare import write as compare_module
+from mhc.eval.compare.__main__ import main
+from mhc.eval.compare.comparison import comparison_of
+from mhc.eval.compare.figures.main import grad_norm, loss_gap
+from mhc.eval.compare.figures.series import Gallery, smooth, styles
+from mhc.eval.compare.findings import findings
 from mhc.eval.compare.ngram import Baselines
 from mhc.eval.compare.recompute import gain_difference, recompute
 from mhc.eval.compare.runs import Arm, gap_to_plain, load, measures, reference_arms
-from mhc.eval.compare.spikes import history
-from mhc.eval.compare.topologies import paired, topologies
+from mhc.eval.compare.topologies import topologies
+from mhc.eval.compare.write import compare
 from mhc.files import JsonlWriter, read_json, read_jsonl, write_json
 from mhc.full_disk import DiskFull
 from tests.eval.synthetic_runs import GAINS, config, crossed, demo, grid, probe, rewound, spike, write_run
@@ -69,10 +74,11 @@ def arms_in(root: Path) -> list[Arm]:
 
 def said(arms: list[Arm], **changes: Any) -> list[str]:
     """All sentences about the arms, recomputation left out."""
-    options: dict[str, Any] = {"baselines": NO_BASELINES, "recomputed": None, "warnings": []} | changes
-    everyone = topologies(arms)
-    options |= {"everyone": everyone, "pairs": paired(everyone), "histories": [history(arm) for arm in arms]}
-    return [finding.text for finding in findings(arms, {arm.name: measures(arm) for arm in arms}, **options)]
+    return [finding.text for finding in findings(comparison_of(arms, **{"baselines": NO_BASELINES} | changes))]
+
+
+def gallery_of(arms: list[Arm]) -> Gallery:
+    return Gallery(comparison_of(arms, NO_BASELINES))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,13 +95,13 @@ def install_checkpoints(monkeypatch: pytest.MonkeyPatch, error: float = 0.0, ste
             raise UserError(f"{folder}: no checkpoint")
         return Loaded(folder, step if step is not None else read_json(folder / "config.json")["train"]["steps"])
 
-    def probe_run(loaded: Loaded, sinkhorn: str | None = None) -> dict[str, np.ndarray]:
+    def probe_run(loaded: Loaded, preset: str | None = None) -> dict[str, np.ndarray]:
         stored = read_json(loaded.folder / "config.json")
         settings = config(
             stored["residual"]["kind"],
             layers=stored["model"]["layers"],
             steps=stored["train"]["steps"],
-            residual__sinkhorn=sinkhorn or stored["residual"].get("sinkhorn", "paper"),
+            residual__sinkhorn=preset or stored["residual"].get("sinkhorn", "paper"),
         )
         return {key: (1 + error) * np.asarray(probe(settings, loaded.step)[key]) for key in GAINS}
 
@@ -281,8 +287,7 @@ def test_the_gap_needs_plain_and_another(tmp_path: Path, kinds: tuple[str, ...])
     for kind in kinds:
         write_run(tmp_path / kind, config(kind, steps=20, layers=2))
     arms = arms_in(tmp_path)
-    gallery = _Gallery(arms, topologies(arms), [history(arm) for arm in arms])
-    assert (gallery.gap() is not None) == (kinds == ("plain", "hc"))
+    assert (loss_gap(gallery_of(arms)) is not None) == (kinds == ("plain", "hc"))
 
 
 def test_the_gap_is_taken_to_the_twin_at_shared_steps(tmp_path: Path) -> None:
@@ -481,7 +486,7 @@ def test_many_arms_are_drawn_by_topology(tmp_path: Path) -> None:
                 )
     arms = arms_in(tmp_path)
     everyone = topologies(arms)
-    gallery = _Gallery(arms, everyone, [history(arm) for arm in arms])
+    gallery = gallery_of(arms)
     assert [(series.label, len(series.arms)) for series in gallery.series] == [("plain", 3), ("hc", 3)]
     assert {arm.flat["optimizer.lr"] for arm in gallery.shown} == {0.01}
     (gains,) = [series.mean(lambda arm: arm.column("loss")) for series in gallery.series if series.label == "hc"]
@@ -500,7 +505,7 @@ def test_a_large_gradient_norm_stands_in_view_and_does_not_lift_its_neighbours(t
     large = next(index for index, arm in enumerate(arms) if arm.name == "hc3")
     rows = [{**row, "grad_norm": 1e4 if row["step"] == 100 else row["grad_norm"]} for row in arms[large].metrics]
     arms[large] = dataclasses.replace(arms[large], metrics=rows)
-    sheet = _Gallery(arms, topologies(arms), [history(arm) for arm in arms]).grad_norm()
+    sheet = grad_norm(gallery_of(arms))
     assert sheet.panels[0].get_ylim()[1] > 1e4
     norms = arms[large].column("grad_norm")[1]
     drawn = [y for _, series, what, _, y in sheet.table if (series, what) == ("hc3", "smoothed")]
@@ -562,6 +567,14 @@ def broken(name: str, content: str) -> Callable[[Path], list[str]]:
     return make
 
 
+def exit_code(arguments: list[str]) -> int:
+    """Return the exit code of the program, as from a command line."""
+    with pytest.raises(SystemExit) as left:
+        cli.run_main(main, arguments)
+    assert isinstance(left.value.code, int)
+    return left.value.code
+
+
 def run_itself(root: Path) -> list[str]:
     folder = write_run(root / "hc", config("hc", steps=8, layers=1))
     return [str(folder), "--out", str(folder)]
@@ -605,7 +618,7 @@ def test_a_mistake_is_one_line_and_exit_2(
     make: Callable[[Path], list[str]],
     message: str,
 ) -> None:
-    assert main([*make(tmp_path), "--no_recompute"]) == 2
+    assert exit_code([*make(tmp_path), "--no_recompute"]) == 2
     (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
     assert message in line
     assert not (tmp_path / "report.html").exists()
@@ -614,7 +627,7 @@ def test_a_mistake_is_one_line_and_exit_2(
 def test_a_folder_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFixture[str], quick: None) -> None:
     write_run(tmp_path / "hc", config("hc", steps=8, layers=1))
     (tmp_path / "file").write_text("")
-    assert main([str(tmp_path), "--no_recompute", "--out", str(tmp_path / "file" / "below")]) == 2
+    assert exit_code([str(tmp_path), "--no_recompute", "--out", str(tmp_path / "file" / "below")]) == 2
     said = capsys.readouterr().err
     assert "cannot be written" in said and "give --out" not in said
 

@@ -13,8 +13,8 @@ import pytest
 from mhc import config as configs
 from mhc import provenance
 from mhc.config import from_config_dict
-from mhc.eval.compare import __main__ as compare
-from mhc.eval.compare.differences import unlike
+from mhc.eval.compare import write as compare
+from mhc.eval.compare.differences import unintended
 from mhc.eval.compare.runs import Arm
 from mhc.files import write_json
 from mhc.grid import plan
@@ -65,11 +65,11 @@ KINDS = (arm("a", residual__kind="plain"), arm("b", residual__kind="mhc"), arm("
 def test_kinds_rates_and_seeds_alone_are_no_warning(tmp_path):
     """Nor is what derives from them: streams, initial maps."""
     arms = [*KINDS, arm("d", residual__kind="hc", optimizer__lr=3e-3, seed__init=1, seed__data=1)]
-    assert unlike(arms, None) == unlike(arms, tmp_path) == []
+    assert unintended(arms, None) == unintended(arms, tmp_path) == []
 
 
 def test_another_field_is_named():
-    (line,) = unlike([*KINDS, arm("d", optimizer__b2=0.99, head__tied=True, checkpoint__every=9)], None)
+    (line,) = unintended([*KINDS, arm("d", optimizer__b2=0.99, head__tied=True, checkpoint__every=9)], None)
     assert line.startswith("The arms differ in more than the residual, the learning rate and the seeds: ")
     assert "head.tied" in line and "optimizer.b2" in line and "checkpoint" not in line
 
@@ -77,17 +77,17 @@ def test_another_field_is_named():
 def test_a_grid_says_what_is_varied(tmp_path):
     arms = [arm("a", model__width=8), arm("b", model__width=16, mlp__width=None)]
     wider: dict[str, Any] = {"a": {"model.width": 8}, "b": {"model.width": 16, "mlp.width": None}}
-    assert unlike(arms, grid(tmp_path, **wider)) == []  # attention.head_dim follows from it
-    (line,) = unlike([arms[0], arm("b", model__width=16, optimizer__lr=0.5)], tmp_path)
+    assert unintended(arms, grid(tmp_path, **wider)) == []  # attention.head_dim follows from it
+    (line,) = unintended([arms[0], arm("b", model__width=16, optimizer__lr=0.5)], tmp_path)
     assert line == "The arms differ in more than what their grid varies: optimizer.lr."
     # Arms that are not the grid's are judged as any.
-    (line,) = unlike([*arms, arm("c")], tmp_path)
+    (line,) = unintended([*arms, arm("c")], tmp_path)
     assert "model.width" in line
 
 
 def test_a_grid_of_another_version_says_nothing(tmp_path):
     (tmp_path / "grid.json").write_text('{"arms": {}}')
-    assert unlike(KINDS, tmp_path) == []
+    assert unintended(KINDS, tmp_path) == []
 
 
 # Starts ---------------------------------------------------------------------------------------------------------------
@@ -102,28 +102,28 @@ def test_a_grid_of_another_version_says_nothing(tmp_path):
         ("environment", "NCCL_ALGO", "Ring", "NCCL_ALGO: none (a, c); Ring (b)."),
     ],
 )
-def test_a_start_unlike_the_others_is_said(group, field, value, said):
+def test_a_start_unintended_the_others_is_said(group, field, value, said):
     arms = [KINDS[0], changed(KINDS[1], group, field, value), KINDS[2]]
-    (line,) = unlike(arms, None)
+    (line,) = unintended(arms, None)
     assert line.startswith("The arms were not all started alike: ")
     assert sorted(line.rpartition("alike: ")[2].rstrip(".").partition(": ")[2].split("; ")) == sorted(
         said.rstrip(".").partition(": ")[2].split("; ")
     )
-    (line,) = unlike([changed(KINDS[0], group, field, value, only_then=True)], None)  # on its way
+    (line,) = unintended([changed(KINDS[0], group, field, value, only_then=True)], None)  # on its way
     assert " then " in line
 
 
 def test_arms_without_a_record_are_named_where_others_have_one():
     old = [dataclasses.replace(one, starts=()) for one in KINDS]
-    assert unlike(old, None) == []
-    (line,) = unlike([*KINDS[:2], old[2]], None)
+    assert unintended(old, None) == []
+    (line,) = unintended([*KINDS[:2], old[2]], None)
     assert line.startswith("There is no run.json of c")
 
 
 def test_data_that_the_grid_varies_is_no_warning(tmp_path):
     arms = [KINDS[0], changed(KINDS[1], "data", "corpus", "c1")]
     fields = {"a": {"data.holdout": 0.1, "residual.kind": "plain"}, "b": {"data.holdout": 0.2, "residual.kind": "mhc"}}
-    assert unlike(arms, grid(tmp_path, **fields)) == []
+    assert unintended(arms, grid(tmp_path, **fields)) == []
 
 
 # The report -----------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Attention: who sees whom, implementations that agree, grouped and latent heads, and how one is chosen."""
+"""Test attention: who sees whom, implementations that agree, grouped and latent heads, and the choice among them."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_positions_restart_with_each_document_and_after_padding():
 
 
 def test_local_and_global_layers_see_their_masks():
-    """layers 3, every second global: windowed, full, windowed; traced flags choose as constants do."""
+    """Three layers with every second one global are windowed, full, windowed; traced flags choose as constants do."""
     config = small(attention={"window": 3, "global_every": 2}, model={"layers": 3})
     assert config.local_layers == (True, False, True)
     context = attention_context(config, (1, 8))
@@ -83,7 +83,7 @@ IMPLEMENTATIONS = {
 
 @pytest.mark.parametrize("kv_heads", [4, pytest.param(2, marks=pytest.mark.product), 1])
 def test_implementations_agree(kv_heads):
-    """Values and gradients, against softmax(q k / sqrt K + mask) v in float64 written out head by head."""
+    """Values and gradients equal softmax(q k / sqrt K + mask) v, written out head by head in float64."""
     q, k, v = (normal(2, 16, heads, 6, seed=seed) for seed, heads in enumerate((4, kv_heads, kv_heads)))
     weight = normal(2, 16, 4, 6, seed=9)
     segments = packed(2, seed=5)["segment_ids"]
@@ -112,7 +112,7 @@ def test_implementations_agree(kv_heads):
 
 @pytest.mark.parametrize("options", [{"window": 5}, {"softcap": 2.0}, {"scale": 0.2}, {"values": 10}], ids=str)
 def test_flash_honours_what_the_reference_does(options):
-    """Windows, caps, scales, and values wider than keys; lengths that are no multiple of its blocks."""
+    """Flash honours windows, caps, scales, values wider than keys, and lengths that are no multiple of its blocks."""
     length, values = 130, options.get("values", 8)
     q, k, v = normal(1, length, 2, 8), normal(1, length, 2, 8, seed=1), normal(1, length, 2, values, seed=2)
     segments = jnp.asarray([[1] * 60 + [2] * 63 + [0] * 7])
@@ -125,7 +125,7 @@ def test_flash_honours_what_the_reference_does(options):
 
 
 def test_bias_and_cap_by_their_definition():
-    """softmax(c tanh(s / c) + bias) in float64; sdpa takes the bias too."""
+    """The weights equal softmax(c tanh(s / c) + bias) in float64; sdpa takes the bias too."""
     q, k, v, bias = (
         normal(1, 6, 2, 4),
         normal(1, 6, 1, 4, seed=1),
@@ -177,7 +177,7 @@ def test_latent_heads_equal_full_heads_with_the_products_of_their_projections():
 
 
 def test_a_row_that_sees_one_key_returns_its_value():
-    """Also where every other key is masked: no leak of the masked ones through rounding."""
+    """Masked keys leave no trace, not even by rounding."""
     q, v = normal(1, 4, 2, 6), normal(1, 4, 2, 6, seed=1)
     mask = jnp.eye(4, dtype=bool)[None]
     for attend in IMPLEMENTATIONS.values():
@@ -186,7 +186,7 @@ def test_a_row_that_sees_one_key_returns_its_value():
 
 
 def test_bfloat16_scores_are_taken_in_float32():
-    """exp of scores that bfloat16 rounds by up to 0.5 would be off by half; here inputs and outputs are rounded."""
+    """Only inputs and outputs are rounded; scores rounded to bfloat16, by up to 0.5, would put exp off by half."""
     q, k, v = (normal(1, 16, 2, 64, seed=seed).astype(jnp.bfloat16) for seed in range(3))
     q = q * 12  # scores of up to some 40
     mask = attention_context(small(), (1, 16)).mask
@@ -237,7 +237,7 @@ def test_auto_never_chooses_what_cannot_honour_the_model(platform, groups, chose
     "groups", [pytest.param({"model": {"dtype": "bfloat16"}}, marks=pytest.mark.product), {}], ids=str
 )
 def test_a_model_computes_the_same_under_every_implementation(groups):
-    """Layers that mix windows and full sight, scanned; flash takes a branch where the others choose a mask."""
+    """The layers mix windows and full sight and are scanned; flash takes a branch where the others choose a mask."""
     from mhc.model.decoder import DecoderDefinition
 
     logits, prefixed = {}, {}

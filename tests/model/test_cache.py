@@ -1,4 +1,4 @@
-"""Cached decoding equals the full forward, token by token, however a row's tokens are spread over calls."""
+"""Test that cached decoding equals the full forward, however a row's tokens are spread over calls."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ ROWS, LENGTH, CHUNK = 4, 16, 4
 
 
 def config_of(case: Mapping[str, str], **groups: dict[str, Any]) -> Config:
-    """Two blocks of width 16, four heads, two streams; a window of 3, a prefix of 3."""
+    """Return a config of two blocks of width 16 with four heads, two streams, a window of 3 and a prefix of 3."""
     heads: dict[str, dict[str, Any]] = {
         "heads": {},
         "grouped": {"kv_heads": 2},
@@ -66,8 +66,10 @@ def config_of(case: Mapping[str, str], **groups: dict[str, Any]) -> Config:
 
 @functools.cache
 def params_of(config: Config) -> Params:
-    """Random ones, of which those of hc's maps are small and around maps that read, write and keep every stream: with
-    any, streams cancel, and the norms that follow would show float32's rounding rather than what the cache does."""
+    """Return random parameters; those of hc's maps are small changes of maps that read, write and keep every stream.
+
+    With fully random maps the streams cancel, and the norms that follow show float32's rounding and not the cache.
+    """
     around: dict[str, Any] = {"b_res": np.eye(config.streams, dtype=np.float32), "b_post": 1.0, "b_pre": 0.5}
 
     def adapt(path: Any, leaf: jax.Array) -> jax.Array:
@@ -93,7 +95,7 @@ VALID = np.array([[[c == "x" for c in call] for call in row.split()] for row in 
 
 @functools.cache
 def cached_program(config: Config) -> Callable[..., Any]:
-    """(params, tokens [B, calls, T], valid) -> logits [B, calls T, V]."""
+    """Return a compiled function (params, tokens [B, calls, T], valid) -> logits [B, calls T, V]."""
 
     @jax.jit
     def cached(params: Any, tokens: jax.Array, valid: jax.Array) -> jax.Array:
@@ -112,14 +114,14 @@ def cached_program(config: Config) -> Callable[..., Any]:
 
 @functools.cache
 def full_program(config: Config) -> Callable[..., Any]:
-    """(params, tokens [B, T], segment ids, prefix [B]) -> logits of the full forward."""
+    """Return a compiled function (params, tokens [B, T], segment ids, prefix [B]) -> logits of the full forward."""
     return jax.jit(
         lambda params, tokens, segments, prefix: definition(config).bind(params)(tokens, segments, prefix=prefix)
     )
 
 
 def check(config: Config, calls: str) -> None:
-    """Cached logits of every token are those of the full forward of its row; padding and the future change none."""
+    """Check that each token's cached logits are those of its row's full forward, whatever padding and future hold."""
     # A cache has one implementation: cases that differ in that of the full forward share a program.
     shared = with_fields(config, attention={"impl": "xla"})
     cached, full, params = cached_program(shared), full_program(config), params_of(shared)
@@ -165,7 +167,7 @@ def check(config: Config, calls: str) -> None:
 
 
 def possible(case: Mapping[str, str]) -> bool:
-    """Whether an implementation can do what the other values ask for; where it cannot, the config is refused."""
+    """Return whether an implementation can do what the other values ask for; a config that it cannot do is refused."""
     return case.get("impl") != "flash" or not any(case.get(name) in values for name, values in FLASH_LACKS.items())
 
 
@@ -208,7 +210,7 @@ REST = product({name: FACTORS[name] for name in ("norm", "placement", "residual"
 
 @pytest.fixture
 def _thousands_of_programs() -> Iterator[None]:
-    """They are kept neither on disk nor, after a group, in memory."""
+    """Keep compiled programs neither on disk nor, after a group, in memory."""
     name = "jax_persistent_cache_min_compile_time_secs"
     before = getattr(jax.config, name)
     jax.config.update(name, 1e9)
@@ -256,7 +258,7 @@ SCALINGS: dict[str, dict[str, Any]] = {
     ],
 )
 def test_every_part_of_a_decoder(zoo: str) -> None:
-    """Experts behind a dense block, biases, norms of heads and of latents, tied heads: with chunks and with steps."""
+    """Chunks and steps agree under experts behind a dense block, biases, norms of heads and latents, tied heads."""
     attention = {"heads": 4, "softcap": 5.0, **ZOO[zoo]["attention"]}
     check(small("plain", **{**ZOO[zoo], "attention": attention}), CALLS[zoo == "latent experts"])
 
@@ -266,14 +268,14 @@ def test_every_part_of_a_decoder(zoo: str) -> None:
     [pytest.param(name, marks=[] if name in ("yarn", "dynamic") else pytest.mark.product) for name in SCALINGS],
 )
 def test_rotary_scalings(scaling: str) -> None:
-    """Of dynamic: rows within the original length, which it does not scale, so that keys are kept."""
+    """Dynamic is tested within the original length, where it scales nothing and keys are kept."""
     config = small(positions={"scaling": scaling, **SCALINGS[scaling]})
     assert definition(config).bind(random_params(config)).empty_cache(1, LENGTH).tokens is None
     check(config, CALLS[scaling in ("ntk", "yarn")])
 
 
 def test_dynamic_scaling_equals_a_full_forward_of_every_prefix() -> None:
-    """Past the original length the base grows with the row: after each call a row's last token is as if it were new."""
+    """Past the original length the base grows with the row; each call gives the last token as a new row would."""
     config = small("hc", positions={"scaling": "dynamic", "factor": 4.0, "original_length": 4})
     cached, full = cached_program(config), full_program(config)
     params, rng = params_of(config), np.random.default_rng(0)
@@ -296,7 +298,7 @@ def test_dynamic_scaling_equals_a_full_forward_of_every_prefix() -> None:
 
 
 def test_going_on_from_a_cached_prefix_equals_starting_over() -> None:
-    """A cache that is kept can be gone on from more than once, and a longer call gives what shorter ones give."""
+    """A kept cache can be continued more than once, and one long call gives what several short ones give."""
     config = small(attention={"window": 3, "global_every": 2})
     params = random_params(config)
     extend = jax.jit(lambda tokens, cache: definition(config).bind(params).extend(tokens, cache))

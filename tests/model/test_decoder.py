@@ -1,4 +1,4 @@
-"""The decoder: equal to plain at init, causal, blind to other documents, and the same however it is compiled."""
+"""Test the decoder: equal to plain at init, causal, blind to other documents, the same however it is compiled."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_hc_with_mean_collapse_starts_as_plain(plain_logits):
 
 
 def test_hc_with_sum_collapse_starts_as_plain_once_eps_is_scaled(plain_logits):
-    """N equal streams sum to N times plain's, so the mean square is N² larger, and so must be what is added to it."""
+    """N equal streams sum to N times plain's, so the mean square is N² times as large, and so must eps be."""
     config = small("hc", model=FOUR_BLOCKS, residual={"n": 4, "collapse": "sum"})
     definition = DecoderDefinition(config)
 
@@ -87,7 +87,7 @@ def test_mhc_with_init_equivalent_starts_as_plain(preset, plain_logits):
 
 @pytest.mark.parametrize("kind", ["hc", "mhc"])
 def test_other_maps_give_other_logits(kind, plain_logits):
-    """The mixed residual is used: what is equal at init is so by its parameters, not by being ignored."""
+    """Other maps change the logits, so equality at init comes from the parameters and not from unused maps."""
     config = small(kind, model=FOUR_BLOCKS, residual={"collapse": "mean", "init": {"mhc": "equivalent"}.get(kind)})
     params = initial(config)
     for name in ("attention_residual", "mlp_residual"):
@@ -102,7 +102,7 @@ def test_other_maps_give_other_logits(kind, plain_logits):
 
 @pytest.mark.parametrize("kind", ["hc", "mhc"])
 def test_kinds_share_every_weight_but_the_maps(kind):
-    """A parameter's key is folded in from its path, so that another parameter does not move it."""
+    """A parameter's key comes from its path, so that other parameters do not change its value."""
     plain = by_path(initial(small("plain", model=FOUR_BLOCKS)))
     other = by_path(initial(small(kind, model=FOUR_BLOCKS, residual={"collapse": "mean"} if kind == "hc" else {})))
     added = set(other) - set(plain)
@@ -148,7 +148,7 @@ def test_standard_deviations(kind):
 
 @pytest.mark.parametrize(("kind", "impl"), [("plain", "xla"), ("plain", "sdpa"), ("mhc", "xla")])
 def test_a_token_sees_no_later_one_and_no_other_document(kind, impl):
-    """Perturb one token at a time: logits change at later places of its own document, and bit for bit nowhere else."""
+    """Changing one token changes logits at its own and later places of its document, and not one bit elsewhere."""
     config = small(kind, attention={"impl": impl})
     run, params, batch = forward(config), random_params(config), packed(1, seed=5)
     segments = batch["segment_ids"][0]
@@ -195,7 +195,7 @@ def test_positions_default_to_one_document_from_zero():
 
 
 def checkpoints_in(config: Config) -> tuple[int, set[str]]:
-    """(number of checkpoint regions, their policies) in the jaxpr of the gradient."""
+    """Return (number of checkpoint regions, their policies) in the jaxpr of the gradient."""
     jaxpr = jax.make_jaxpr(gradient(config))(DecoderDefinition(config).abstract(), packed(4))
     found: list[str] = []
 
@@ -214,7 +214,7 @@ def checkpoints_in(config: Config) -> tuple[int, set[str]]:
 
 
 def wide_products(jaxpr: Any) -> int:
-    """Products in a program whose result is as wide as a feed-forward of 40, each loop's body once."""
+    """Count the products whose result is as wide as a feed-forward of 40; a loop's body counts once."""
     count = 0
     for eqn in jaxpr.eqns:
         count += eqn.primitive.name == "dot_general" and eqn.outvars[0].aval.shape == (4, 16, 40)
@@ -228,7 +228,7 @@ def wide_products(jaxpr: Any) -> int:
 
 @pytest.fixture(scope="module")
 def reference_gradient() -> tuple[Any, Any, Any]:
-    """(parameters, loss, gradient) of a small mhc model, blocks scanned and nothing computed again."""
+    """Return (parameters, loss, gradient) of a small mhc model whose blocks are scanned and not recomputed."""
     config = small("mhc")
     params = random_params(config)
     loss, grads = gradient(config)(params, packed(4))
@@ -263,7 +263,7 @@ def test_recomputation_changes_no_gradient(remat, reference_gradient):
 @pytest.mark.long
 @pytest.mark.parametrize("kind", ["plain", "mhc"])
 def test_recomputing_the_connections_changes_no_gradient(kind):
-    """Five blocks in groups of two, the last alone; windows differ within groups and between them."""
+    """Five blocks run in groups of two, the last alone; windows differ within groups and between them."""
     attention = {"window": 3, "global_every": 3}
     config = small(kind, model={"layers": 5}, attention=attention)
     params, batch = random_params(config), packed(4)
@@ -276,8 +276,7 @@ def test_recomputing_the_connections_changes_no_gradient(kind):
 
 @pytest.mark.long
 def test_recomputing_the_connections_keeps_less():
-    """Temporaries of eight mhc blocks: under six tenths of those without, and the products of F are not computed
-    again."""
+    """Eight mhc blocks keep under six tenths of the temporaries, and the products of F are not recomputed."""
     kept, products = {}, {}
     for remat in ("none", "streams", "full"):
         config = small("mhc", model={"layers": 8, "remat": remat}, mlp={"width": 40})
@@ -290,7 +289,7 @@ def test_recomputing_the_connections_keeps_less():
 
 
 def test_the_groups_follow_the_papers_formula():
-    """L_r = sqrt(N S / (N + 2)) sublayers: 60 sublayers and 4 streams give 6.3, so three blocks."""
+    """The formula L_r = sqrt(N S / (N + 2)) gives 6.3 for 60 sublayers and 4 streams, so three blocks."""
     assert small("mhc", model={"layers": 30, "remat": "streams"}).remat_blocks == 3
     assert small("plain", model={"layers": 2, "remat": "streams"}).remat_blocks == 1
     with pytest.raises(UserError, match=r"model\.remat_blocks: given 2, allowed: None with model\.remat=full"):
@@ -352,7 +351,7 @@ def test_a_tied_head_is_the_embedding_and_no_leaf_of_its_own():
 
 
 def test_an_observer_sees_every_sublayer_in_depth_order():
-    """u of the attention and feed-forward of each block, against those of a model whose later blocks are cut off."""
+    """Each sublayer's u equals that of a model whose later blocks are cut off."""
     config = small("plain", model={"layers": 3})
     params, batch = random_params(config), packed(2)
 

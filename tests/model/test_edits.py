@@ -1,4 +1,4 @@
-"""Interventions: what they do equals what other weights or other tokens do; without them nothing is left of them."""
+"""Test interventions: they equal other weights or other tokens, and a pass without them has no trace of them."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ ROWS = 2
 
 
 def neutral(config: Config) -> dict[str, np.ndarray]:
-    """Edits of every sort that change nothing."""
+    """Return edits of every sort that change nothing."""
     layers, heads = config.model.layers, config.attention.heads
     return {
         "head_scale": np.ones((layers, heads), np.float32),
@@ -77,7 +77,7 @@ def made(leaves: dict[str, np.ndarray]) -> Edits:
 
 @functools.cache
 def program(config: Config) -> Any:
-    """logits(params, batch, edits)."""
+    """Return a compiled function (params, batch, edits) -> logits."""
     made = definition(config)
 
     def run(params: Any, batch: Any, edits: Edits) -> jax.Array:
@@ -88,7 +88,7 @@ def program(config: Config) -> Any:
 
 
 def logits(config: Config, params: Any, batch: Any, **changes: Any) -> np.ndarray:
-    """Under neutral edits but for ``changes``: {sort: (index, value)}. All from one program, which a test may count."""
+    """Return logits under neutral edits but for ``changes``, {sort: (index, value)}; all come from one program."""
     edits = neutral(config)
     for sort, (index, value) in changes.items():
         edits[sort][index] = value
@@ -96,7 +96,7 @@ def logits(config: Config, params: Any, batch: Any, **changes: Any) -> np.ndarra
 
 
 def outputs(params: Any, config: Config, layer: int, change: Any) -> Any:
-    """Parameters with change(out [H, J, D]) as the output projection of a layer's heads."""
+    """Return parameters with change(out [H, J, D]) as the output projection of a layer's heads."""
     leading = config.leading_layers
     stack = STACKS[0] if layer < leading else STACKS[1]
     index = layer if layer < leading else layer - leading
@@ -108,7 +108,7 @@ def outputs(params: Any, config: Config, layer: int, change: Any) -> Any:
 
 @every_config
 def test_scaling_a_head_is_scaling_its_output_projection(name):
-    """Bit for bit, zero among the factors; one program serves all of it."""
+    """They are equal bit for bit, also for a factor of zero, and one program serves every factor."""
     config = CONFIGS[name]
     params, batch = random_params(config), packed(ROWS)
     plain = logits(config, params, batch)
@@ -123,7 +123,7 @@ def test_scaling_a_head_is_scaling_its_output_projection(name):
 
 
 def test_neutral_edits_change_nothing():
-    """Against a program without edits, which differs in the last bits."""
+    """A program without edits differs in the last bits only."""
     config = CONFIGS["plain, heads"]
     params, batch = random_params(config), packed(ROWS)
     decoder = definition(config).bind(params)
@@ -161,7 +161,7 @@ def test_a_plain_block_without_its_outputs_is_no_block(name):
 
 
 def test_a_shift_is_what_a_constant_head_or_sublayer_would_give():
-    """Values and hidden values that are biases alone: the mean is the constant, and takes its place."""
+    """Where values and hidden values are biases alone, the mean is that constant and can take its place."""
     config = small("plain", attention={"bias": True}, mlp={"kind": "gelu", "bias": True})
     params, batch = random_params(config, std=0.1), packed(ROWS)
     attention, mlp = params["blocks"]["attention"]["core"], params["blocks"]["mlp"]["core"]
@@ -184,7 +184,7 @@ def test_a_shift_is_what_a_constant_head_or_sublayer_would_give():
 
 @every_config
 def test_what_is_patched_everywhere_is_the_donor(name):
-    """The state of all positions before any block; all heads of a layer are its attention, before norms and biases."""
+    """The state of all positions is patched before any block; all heads of a layer are its attention."""
     config = CONFIGS[name]
     params = random_params(config)
     tokens = np.random.default_rng(0).integers(0, VOCAB, (ROWS, LENGTH)).astype(np.int32)
@@ -207,7 +207,7 @@ def test_what_is_patched_everywhere_is_the_donor(name):
 
 @every_config
 def test_without_edits_a_program_has_no_trace_of_them(name):
-    """Text of the lowered gradient: none, and edits of no sort."""
+    """The text of the lowered gradient is the same for no edits and for edits of no sort."""
     config = CONFIGS[name]
     made, batch = definition(config), packed(2)
 
@@ -223,7 +223,7 @@ def test_without_edits_a_program_has_no_trace_of_them(name):
 
 @every_config
 def test_patterns_and_values_are_the_heads_results(name):
-    """softmax(scores) V is what heads give, whatever mask, bias and grouping; joined, it is attention's output."""
+    """Heads give softmax(scores) V whatever the mask, bias and grouping; joined, it is attention's output."""
     config = CONFIGS[name]
     params, batch = random_params(config), packed(2)
     made = definition(config)
@@ -265,7 +265,7 @@ def test_patterns_and_values_are_the_heads_results(name):
 
 @pytest.mark.parametrize("local", [False, True])
 def test_scores_under_flash_have_its_mask(local):
-    """Flash makes its own masks, and the context holds none."""
+    """Scores have the mask although flash makes its own and the context holds none."""
     batch = packed(2)
     x = jnp.asarray(np.random.default_rng(0).standard_normal((2, LENGTH, 16)), jnp.float32)
     found = {}

@@ -1,4 +1,4 @@
-"""Norm and feed-forward against their formulas in float64; parameters and FLOPs against counts by hand."""
+"""Test norms and feed-forward against their formulas in float64, parameters and FLOPs against counts by hand."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_layernorm_by_its_definition():
 
 @pytest.mark.parametrize("placement", ["pre", "post", "sandwich"])
 def test_norms_stand_inside_the_sublayer(placement):
-    """pre F(norm u), post norm F(u), sandwich norm F(norm u): by the scales of the result and of its argument."""
+    """pre is F(norm u), post norm F(u), sandwich norm F(norm u); scales of input and output tell them apart."""
     config = small(norm={"placement": placement})
     sublayer, u = Sublayer(config, Mlp(config, key=KEY)), jnp.asarray(normal(2, 3, 16))
     core = sublayer.core
@@ -108,7 +108,7 @@ def test_norms_stand_inside_the_sublayer(placement):
 
 @pytest.mark.parametrize("kind", ["relu", "gelu", "silu", "glu", "geglu", "swiglu"])
 def test_feed_forward_kinds_by_their_definitions(kind):
-    """In float64, with biases, and the gate's input clipped where there is a gate."""
+    """Each kind equals its formula in float64, with biases, and with the gate's input clipped where there is a gate."""
     gated = kind.endswith("glu")
     config = small(mlp={"kind": kind, "bias": True, **({"clamp": 0.5} if gated else {})})
     mlp, x = Mlp(config, key=KEY), jnp.asarray(normal(2, 3, 16))

@@ -1,4 +1,4 @@
-"""What attention hands through depth: a link of this file, put into the table, does all that one of the library may."""
+"""Test what attention hands through depth, with a link of this file that is put into the table."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.small import VOCAB, relative_error, small
 
 
 class ValueMix(memory.Link):
-    """v <- lam[0] v + lam[1] v of block 0 (arXiv:2410.17897)."""
+    """Computes v <- lam[0] v + lam[1] v of block 0 (arXiv:2410.17897)."""
 
     def __init__(self, config: Config, key: PathKey):
         self.lam = nnx.Param(jnp.array([0.5, 0.5], jnp.float32))
@@ -40,7 +40,7 @@ class ValueMix(memory.Link):
 
 @pytest.fixture
 def linked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every model of a test has the link."""
+    """Put the link into every model of a test."""
     monkeypatch.setitem(memory.LINKS, "value_mix", memory.Row(lambda config: True, ValueMix, ValueMix.begin))
 
 
@@ -53,7 +53,7 @@ every_config = pytest.mark.parametrize("name", CONFIGS)
 
 
 def made(config: Config, lam: tuple[float, float] | None = None) -> tuple[DecoderDefinition, Any]:
-    """A decoder, not the shared one that has no link, and its parameters; with ``lam`` in every layer."""
+    """Make a decoder with the link and its parameters, ``lam`` in every layer; the shared decoder has no link."""
     definition = DecoderDefinition(config)
     params = jax.jit(definition.init)(jax.random.key(0))
     if lam is not None:
@@ -71,7 +71,7 @@ def logits(config: Config, params: Any, edits: Edits | None = None, observe: Any
 
 
 def by_hand(decoder: Decoder) -> jax.Array:
-    """The hidden states of a plain model of heads, layer by layer, with the values mixed as the paper says."""
+    """Return the hidden states of a plain model, computed layer by layer with values mixed as in the paper."""
     state: Any = decoder.embed_tokens(TOKENS, jnp.broadcast_to(jnp.arange(9), TOKENS.shape))
     first, mask = None, jnp.tril(jnp.ones((9, 9), bool))
     graph, stacked = nnx.split(decoder.blocks)
@@ -117,7 +117,7 @@ def test_a_link_that_mixes_nothing_in_changes_nothing(name: str, linked: None, m
 
 @every_config
 def test_depth_and_cache_hand_it_on_alike(name: str, linked: None) -> None:
-    """Scanned, unrolled, recomputed, and with the past in a cache, which keeps the mixed values."""
+    """Scanned, unrolled, recomputed and cached passes agree; the cache keeps the mixed values."""
     config = CONFIGS[name]
     definition, params = made(config, (0.3, 0.9))
 

@@ -1,4 +1,4 @@
-"""Mixture of experts: what routing means, nothing dropped, no order among experts, even loads, experts over devices."""
+"""Test the mixture of experts: routing, no dropped token, no order among experts, even loads, experts over devices."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.small import distance, packed, relative_error, small, trainer
 
 
 def sparse(kind: str = "plain", **groups: dict[str, Any]) -> Config:
-    """Four experts of width 12, two a token, in every block."""
+    """Return a config with four experts of width 12 in every block, two a token."""
     groups["moe"] = {"experts": 4, "width": 12, **groups.get("moe", {})}
     return small(kind, **groups)
 
@@ -38,7 +38,7 @@ def layer(config: Config, seed: int = 0) -> Moe:
 
 
 def by_definition(made: Moe, x: np.ndarray) -> np.ndarray:
-    """Token by token, expert by expert, in float64."""
+    """Compute the sum over experts token by token and expert by expert, in float64."""
     moe = made.config.moe
     router, bias = np.asarray(made.router[...], np.float64), np.zeros(moe.experts)
     if moe.balance == "loss_free":
@@ -104,7 +104,7 @@ def _with(made: Moe, router: jax.Array, bias: jax.Array, matrices: dict[str, jax
 
 
 def test_no_token_is_dropped_on_the_most_skewed_routing():
-    """All tokens to the same two experts: 36 assignments where an even load would be 9."""
+    """All tokens go to the same two experts, 36 assignments where an even load would be 9."""
     made, x = layer(sparse(moe={"score": "sigmoid"})), normal(2, 9, 16, seed=7)
     made.router_bias[...] = jnp.asarray([-9.0, 9.0, -9.0, 9.0])
     y, statistics = jax.jit(made.with_statistics)(x)
@@ -113,7 +113,7 @@ def test_no_token_is_dropped_on_the_most_skewed_routing():
 
 
 def test_the_balancing_bias_chooses_and_does_not_weigh():
-    """The bias moves the choice; the chosen experts' weights are their scores', and no gradient reaches the bias."""
+    """The bias moves the choice; the weights come from the scores, and no gradient reaches the bias."""
     logits = normal(1, 5, 4)
     config = sparse(moe={"score": "sigmoid", "normalize": False})
     bias = jnp.asarray([5.0, 5.0, 0.0, 0.0])
@@ -134,7 +134,7 @@ def test_padding_counts_in_no_load():
 
 
 def test_an_even_load_has_the_least_balance_loss():
-    """1 when even; E / k when all scores and choices fall on the same k experts."""
+    """The loss is 1 when even, and E / k when all scores and choices fall on the same k experts."""
     config = sparse(moe={"balance": "auxiliary"})
     x, even = jnp.abs(normal(1, 8, 16)), jnp.zeros((16, 4))
 
@@ -183,7 +183,7 @@ def test_the_balancing_bias_evens_the_load():
 
 @pytest.mark.long
 def test_each_balance_moves_what_it_should():
-    """loss_free: the bias by exactly its rate against the load; auxiliary: the router's gradient, no bias."""
+    """loss_free moves the bias by exactly its rate against the load; auxiliary moves the router by its gradient."""
     config = sparse(moe={"balance_rate": 0.01})
     state, seen = run(config, 1)
     bias = state.params["blocks"]["mlp"]["core"]["router_bias"]
@@ -210,7 +210,7 @@ def test_each_balance_moves_what_it_should():
     ids=str,
 )
 def test_experts_over_eight_devices_equal_one_device(kind, mesh):
-    """Two AdamW steps of a model with a leading dense block and a shared expert."""
+    """Two AdamW steps agree for a model with a leading dense block and a shared expert."""
     moe = {"shared": 1, "dense_layers": 1, "balance_rate": 0.01, "z_loss": 1e-3}
     one = run(sparse(kind, moe=moe), 2)
     eight = run(sparse(kind, moe=moe, mesh=mesh), 2, 8)

@@ -1,4 +1,4 @@
-"""Positions: rotations know differences only, the scalings by their limits, sinusoids, slopes and buckets."""
+"""Test positions: rotations see differences only; scalings have their limits; sinusoids, slopes, buckets."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_rope_scores_depend_on_the_difference_of_positions():
 
 
 def test_rope_turns_pairs_by_their_angles():
-    """Against complex numbers: (x_i, x_{i+K/2}) times exp(i position theta^(-2i/K)), in float64."""
+    """Rotation equals (x_i, x_{i+K/2}) as a complex number times exp(i position theta^(-2i/K)), in float64."""
     x, positions, theta = normal(2, 5, 3, 8), jnp.asarray([[0, 1, 2, 0, 7], [3, 0, 1, 2, 500]]), 100.0
     pairs = np.asarray(x[..., :4], np.float64) + 1j * np.asarray(x[..., 4:], np.float64)
     angle = np.asarray(positions)[..., None, None] * theta ** (-2 * np.arange(4) / 8)
@@ -65,8 +65,11 @@ def test_a_factor_of_one_scales_nothing(scaling):
 
 
 def test_scalings_by_their_limits():
-    """linear slows all pairs; ntk leaves the fastest and slows the slowest by the factor; yarn and llama3 leave what
-    turns often within the original length and slow by the factor what hardly turns."""
+    """Each scaling slows the pairs that it should.
+
+    linear slows all pairs by the factor; ntk leaves the fastest and slows the slowest by the factor; yarn and llama3
+    leave pairs that turn often within the original length, and slow by the factor pairs that hardly turn.
+    """
     np.testing.assert_allclose(frequencies("linear", factor=4.0), PLAIN / 4, rtol=1e-6)
     ntk = frequencies("ntk", factor=4.0) / PLAIN
     np.testing.assert_allclose(ntk[[0, -1]], [1.0, 0.25], rtol=1e-5)
@@ -87,7 +90,7 @@ def test_yarn_scales_the_logits_by_its_attention_factor():
 
 
 def test_dynamic_scaling_follows_each_documents_length():
-    """Up to the original length nothing is scaled; at factor 2 and length 2 O, ntk with a factor of 3."""
+    """Nothing is scaled up to the original length O; factor 2 at length 2 O equals ntk with a factor of 3."""
     config = small(positions={"scaling": "dynamic", "factor": 2.0, "original_length": 8})
     lengths = jnp.asarray([[4, 8, 16]])
     found = rotary_frequencies(config, 16, lengths)[0]

@@ -1,4 +1,4 @@
-"""Sampling: what each option keeps, frequencies, entropy as the guide, and rows that know nothing of one another."""
+"""Test sampling: what each option keeps, frequencies, guidance by entropy, and rows that do not affect each other."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def masks(k: int, top_p: float, min_p: float) -> Any:
 )
 @hypothesis.settings(max_examples=60)
 def test_what_is_kept(logits: np.ndarray, options: tuple[int, float, float]) -> None:
-    """The most probable tokens, so many and no more; also where several are equal."""
+    """The most probable tokens are kept, so many and no more, also where several are equal."""
     k, top_p, min_p = options
     logits += np.float32(0.0)  # of -0.0 and 0.0 the second counts as larger
     by_count, by_share, by_first = (np.asarray(mask) for mask in masks(k, top_p, min_p)(logits))
@@ -68,7 +68,7 @@ def test_what_is_kept(logits: np.ndarray, options: tuple[int, float, float]) -> 
 
 
 def test_options_act_one_after_the_other() -> None:
-    """Temperature, then top-k, then top-p of what remains, then min-p."""
+    """Temperature acts first, then top-k, then top-p of what remains, then min-p."""
     logits = jnp.log(jnp.asarray([[0.4, 0.3, 0.2, 0.1]]))
     assert np.isfinite(adjust(logits, 1.0, top_k=2, top_p=0.57)[0]).tolist() == [
         True,
@@ -87,7 +87,7 @@ def test_options_act_one_after_the_other() -> None:
     "how", [Sampling(), Sampling(temperature=0.5), Sampling(top_k=3), Sampling(top_p=0.8)], ids=str
 )
 def test_tokens_come_as_often_as_they_should(how: Sampling) -> None:
-    """4,000 draws: within five standard deviations, and never one that is left out."""
+    """4,000 draws are within five standard deviations and never a token that is left out."""
     logits = jnp.asarray([1.0, 0.5, 0.0, -0.5, -1.0, 2.0, -3.0])
     rows = jnp.broadcast_to(logits, (4000, V))
     counts = np.bincount(np.asarray(draw(rows, keys(4000), how)), minlength=V) / 4000
@@ -108,8 +108,11 @@ def test_entropy_in_bits() -> None:
 
 
 def test_entropy_guides() -> None:
-    """Of 256 equal tokens (8 bits) with one apart: above entropy_high what top-k would have left out comes, below
-    entropy_low the most probable one, between them as asked; whatever the temperature asked for."""
+    """Entropy decides over the other options, here with 256 nearly equal tokens (8 bits).
+
+    Above entropy_high tokens come that top-k would have left out; below entropy_low the most probable one comes;
+    between them the other options hold.
+    """
     rows, flat = 400, jnp.zeros(256).at[7].set(0.05)
     logits = jnp.broadcast_to(flat, (rows, 256))
     asked = Sampling(temperature=0.3, top_k=3)

@@ -114,7 +114,10 @@ class Prepared:
 
     def _table_of(self, shard: dict[str, Any]) -> np.ndarray:
         name = f"{shard['name']}.npy"
-        content = (self._where / name).read_bytes()
+        try:
+            content = (self._where / name).read_bytes()
+        except OSError as error:
+            raise UserError(f"{self.label}: {name} cannot be read: {error.strerror}; prepare it again") from None
         if hashlib.sha256(content).hexdigest() != shard["files"]["npy"]["sha256"]:
             raise self._damaged(name, f"its SHA-256 is not that in {MANIFEST}")
         table: np.ndarray = np.load(io.BytesIO(content), allow_pickle=False)
@@ -179,9 +182,11 @@ def _local(folder: str, content: bytes, manifest: dict[str, Any], data: DataConf
             name = f"{shard['name']}.{ending}"
             if not isinstance(place, Path) and not (where / name).exists():
                 _fetch(place / name, where / name, about["sha256"])
-            if not (where / name).is_file():
-                raise UserError(f"prepared:{folder}: {name} is missing; prepare it again")
-            if (where / name).stat().st_size != about["size"]:
+            try:
+                size = (where / name).stat().st_size
+            except OSError:
+                raise UserError(f"prepared:{folder}: {name} is missing; prepare it again") from None
+            if size != about["size"]:
                 check_pointer(where / name)
                 raise _damaged(f"prepared:{folder}", where / name, f"not of the size in {MANIFEST}")
     return where

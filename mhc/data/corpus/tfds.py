@@ -13,6 +13,7 @@ import numpy as np
 
 from mhc.config import DataConfig
 from mhc.data.corpus.holdout import hold_out
+from mhc.data.tokenizers.spelling import first_line
 from mhc.errors import UserError
 
 if TYPE_CHECKING:
@@ -29,6 +30,7 @@ class TensorFlowDataset:
 
         builder = tfds.builder_from_directory(folder)
         self.label = label
+        self._folder = folder
         self._field = field
         features = list(builder.info.features)
         if field not in features:
@@ -64,7 +66,13 @@ class TensorFlowDataset:
         return len(self._indices)
 
     def __getitem__(self, index: int) -> bytes:
-        text = self._examples[int(self._indices[index])][self._field]
+        try:
+            text = self._examples[int(self._indices[index])][self._field]
+        except Exception as error:  # of array_record, protobuf or TFDS, which have a dozen kinds
+            raise UserError(
+                f"{self.name(index)} cannot be read: {first_line(error)}; prepare the dataset again, and remove "
+                f"{self._folder} for that"
+            ) from None
         if isinstance(text, str):
             return text.encode()
         if not isinstance(text, bytes):

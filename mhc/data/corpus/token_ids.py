@@ -1,99 +1,145 @@
-"""``tokens:<glob>``: files of token ids, mapped into memory."""
+"""``tokens:<glob>``: files of token ids."""
 
 from __future__ import annotations
 
+import bisect
 import functools
 import warnings
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from mhc.data.corpus.indexed import IndexedFiles, block_size
+from mhc.data.corpus.indexed import Found, IndexedFiles, block_size
 from mhc.data.tokenizers.spelling import first_line
 from mhc.data.user_files.formats import stem
 from mhc.errors import UserError
 
 _MEASURED = 1 << 20  # ids whose width is looked at
 _MAGIC = b"\x93NUMPY"
+_AT_ONCE = 1 << 22  # ids
+
+
+class Layout(NamedTuple):
+    """Says how the ids of a file are stored."""
+
+    dtype: np.dtype
+    first: int  # byte where they begin
+    length: int
 
 
 class TokenFiles(IndexedFiles):
-    """``tokens:<glob>``: ``.npy`` files (one axis, any integer type), or raw ``.bin`` files of ``data.token_dtype``;
-    each also as ``.gz`` or ``.zst``.
+    """Reads ``tokens:<glob>``: ``.npy`` files (one axis of any integers), or ``.bin`` files of ``data.token_dtype``.
 
-    ``source[i]`` is document i: int64[n] ids, without the ``data.end_token`` that ends it. Files are memory-mapped.
+    Each may be compressed as ``.gz`` or ``.zst``. ``source[i]`` is document i: int64[n] ids, without the
+    ``data.end_token`` that ends it.
 
-    Raises UserError (at opening) for a pattern that matches nothing, a file that is no such array, a ``.bin`` file
-    whose size is no multiple of the item, and a corpus without tokens.
+    Raises:
+      UserError: at opening, for a pattern that matches nothing, a file that is no such array, a ``.bin`` file whose
+        size is no multiple of the item, and a corpus without tokens; later, for a file that changed.
     """
 
     kind = "tokens"
     unit = "token"
 
     def __getitem__(self, index: int) -> np.ndarray:
-        file, start, stop = (int(column[index]) for column in (self.index.owner, self.index.start, self.index.stop))
-        return np.asarray(self._array(file)[start:stop], np.int64)
+        dtype = self._layout(int(self.index.owner[index])).dtype
+        return np.frombuffer(self._content(index), dtype).astype(np.int64)
 
     def name(self, index: int) -> str:
-        """File and tokens."""
-        return f"{self.places[int(self.index.owner[index])]}, tokens {self.index.start[index]}–{self.index.stop[index]}"
+        """Return a document's file and tokens."""
+        return f"{self.files[int(self.index.owner[index])]}, tokens {self.index.start[index]}–{self.index.stop[index]}"
 
     def check_vocabulary(self, size: int) -> None:
-        """Raises UserError for the first id that is not in 0 ≤ id < size, whatever its split."""
-        for file, place in enumerate(self.places):
-            if not self._plain[file].stat().st_size:
+        """Raise UserError for the first id that is not in 0 ≤ id < ``size``, whatever its split."""
+        for file, path in enumerate(self.files):
+            if not self._sizes[file]:
                 continue
-            tokens = self._array(file)
-            hint = ""
-            if stem(place.name).lower().endswith(".bin"):
-                hint = check_width(tokens, str(place), self._data.token_dtype)
-            for start in range(0, len(tokens), 1 << 24):
-                chunk = tokens[start : start + (1 << 24)]
+            hint, start = "", 0
+            for chunk in self._chunks(file):
+                if not start and stem(path.name).lower().endswith(".bin"):
+                    hint = check_width(chunk, str(path), self._data.token_dtype)
                 if len(chunk) and (int(chunk.max()) >= size or int(chunk.min()) < 0):
                     first = int(np.flatnonzero((chunk >= size) | (chunk < 0))[0])
                     raise UserError(
-                        f"{place}, token {start + first}: id {int(chunk[first])} is not of 0 to {size - 1}, the ids "
+                        f"{path}, token {start + first}: id {int(chunk[first])} is not of 0 to {size - 1}, the ids "
                         f"(data.tokenizer={self._data.tokenizer}){hint}"
                     )
+                start += len(chunk)
 
     def _in_blocks(self, file: int) -> bool:
         return self._data.end_token is None
 
-    def _array(self, file: int) -> np.ndarray:
-        return open_tokens(self._plain[file], self._data.token_dtype, str(self.places[file]))
+    def _bytes_of(self, file: int, start: int, stop: int) -> tuple[int, int]:
+        first, item = self._layout(file).first, self._layout(file).dtype.itemsize
+        return first + start * item, first + stop * item
 
-    def _settings(self, sizes: list[int]) -> list[Any]:
-        return [self._data.end_token, self._data.token_dtype, self._block(sizes)]
+    def _layout(self, file: int) -> Layout:
+        if file not in self._layouts:
+            with self._opened(file):
+                path = self._paths[file]
+                self._layouts[file] = layout_of(path, self._sizes[file], self._data.token_dtype, str(self.files[file]))
+        return self._layouts[file]
 
-    def _block(self, sizes: list[int]) -> int:
-        tokens = sum(sizes) // 2  # near enough, whatever the type
-        return block_size(self._data, sizes, tokens, 32 << 10)
+    @functools.cached_property
+    def _layouts(self) -> dict[int, Layout]:
+        """Return the layouts that were looked up so far, by the number of the file."""
+        return {}
 
-    def _scan(self, file: int, block: int) -> Iterator[tuple[int, int, int]]:
-        tokens, end = self._array(file), self._data.end_token
-        if end is None:
-            pieces = max(1, len(tokens) // block)
-            bounds = [len(tokens) * piece // pieces for piece in range(pieces + 1)]
-            yield from ((bounds[piece], bounds[piece + 1], piece) for piece in range(pieces) if len(tokens))
-            return
-        start = number = 0
-        for base in range(0, len(tokens), 1 << 24):
-            for stop in (base + np.flatnonzero(tokens[base : base + (1 << 24)] == end)).tolist():
+    def _chunks(self, file: int) -> Iterator[np.ndarray]:
+        """Read the ids of a file in order, some million at once."""
+        dtype, first, length = self._layout(file)
+        with self._opened(file) as content:
+            content.seek(first)
+            for start in range(0, length, _AT_ONCE):
+                size = min(_AT_ONCE, length - start) * dtype.itemsize
+                chunk = content.read(size)
+                if len(chunk) < size:
+                    raise self._changed(file)
+                yield np.frombuffer(chunk, dtype)
+
+    def _settings(self) -> list[Any]:
+        return [self._data.end_token, self._data.token_dtype, self._block()]
+
+    def _block(self) -> int:
+        tokens = sum(self._sizes) // 2  # near enough, whatever the type
+        return block_size(self._data, self._sizes, tokens, 32 << 10)
+
+    def _scan(self, file: int, block: int) -> Iterator[Found]:
+        """Cut a file into documents: after each end token, or else into blocks of about one length."""
+        end, count = self._data.end_token, self._layout(file).length
+        blocks = max(1, count // block)
+        bounds = [count * number // blocks for number in range(1, blocks + 1)]
+        start = number = checksum = seen = 0
+        for chunk in self._chunks(file):
+            if end is None:
+                stops = bounds[bisect.bisect(bounds, seen) : bisect.bisect(bounds, seen + len(chunk))]
+            else:
+                stops = (seen + np.flatnonzero(chunk == end)).tolist()
+            place = 0  # in the chunk
+            for stop in stops:
+                checksum = zlib.crc32(chunk[place : stop - seen].data, checksum)
                 if stop > start:
-                    yield start, stop, number
+                    yield start, stop, number, checksum
                     number += 1
-                start = stop + 1
-        if start < len(tokens):
-            yield start, len(tokens), number
+                start, checksum = stop + (end is not None), 0
+                place = start - seen
+            checksum = zlib.crc32(chunk[place:].data, checksum)
+            seen += len(chunk)
+        if start < count:
+            yield start, count, number, checksum
 
 
-@functools.lru_cache(maxsize=64)  # a map holds a file descriptor, of which a process has about a thousand
-def open_tokens(path: Path, token_dtype: str, shown: str) -> np.ndarray:
-    """Return the ids of a .npy or raw .bin file, mapped into memory: integers [n].
+def layout_of(path: Path, size: int, token_dtype: str, shown: str) -> Layout:
+    """Return where the ids of a .npy or raw .bin file are.
 
-    Args: ``shown``: its name for messages. Raises: UserError for a file that is no such array.
+    Args:
+      path: the file, of ``size`` bytes.
+      shown: its name for messages.
+    Raises:
+      UserError: it is no array of integers with one axis.
     """
     kind = path.suffix.lower()
     with path.open("rb") as file:
@@ -105,24 +151,27 @@ def open_tokens(path: Path, token_dtype: str, shown: str) -> np.ndarray:
                 f"end in .bin, of data.token_dtype={token_dtype}"
             )
         try:
-            with warnings.catch_warnings():  # a header in the spelling of Python 2 is read, and numpy says so
+            # The map is for its offset: no id is read by it. Headers in the spelling of Python 2 make numpy warn.
+            with warnings.catch_warnings():
                 warnings.simplefilter("ignore", UserWarning)
-                tokens = np.load(path, mmap_mode="r", allow_pickle=False)
+                ids = np.load(path, mmap_mode="r", allow_pickle=False)
         except (ValueError, OSError, EOFError, SyntaxError, MemoryError, OverflowError) as error:
             objects = "allow_pickle" in str(error) or "Python objects" in str(error)
-            said = "it holds Python objects, not integers" if objects else first_line(error)
-            raise UserError(f"{shown} is not a readable .npy file: {said}") from None
-        if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
-            raise UserError(f"{shown}: wanted one axis of integers, found shape {tokens.shape} of {tokens.dtype}")
-        return tokens
+            reason = "it holds Python objects, not integers" if objects else first_line(error)
+            raise UserError(f"{shown} is not a readable .npy file: {reason}") from None
+        if ids.ndim != 1 or ids.dtype.kind not in "iu":
+            raise UserError(f"{shown}: wanted one axis of integers, found shape {ids.shape} of {ids.dtype}")
+        return Layout(ids.dtype, getattr(ids, "offset", 0), len(ids))
     if kind != ".bin":
         raise UserError(f"{shown}: tokens: reads .npy and .bin files, not {path.suffix or 'files without an ending'}")
     if has_header:
         raise UserError(f"{shown} has a numpy header, which raw ids have not; its name must end in .npy")
-    item, size = np.dtype(token_dtype).itemsize, path.stat().st_size
-    if size % item:
-        raise UserError(f"{shown}: {size} bytes are no multiple of the {item} of data.token_dtype={token_dtype}")
-    return np.memmap(path, token_dtype, mode="r")
+    dtype = np.dtype(token_dtype)
+    if size % dtype.itemsize:
+        raise UserError(
+            f"{shown}: {size} bytes are no multiple of the {dtype.itemsize} of data.token_dtype={token_dtype}"
+        )
+    return Layout(dtype, 0, size // dtype.itemsize)
 
 
 def check_width(tokens: np.ndarray, shown: str, token_dtype: str) -> str:

@@ -24,17 +24,11 @@ class ChangedFile(UserError):
 
 
 def check_unchanged(documents: TextFiles) -> None:
-    """Raises UserError for a local file of these documents of another size or time of change than at the start."""
+    """Raise ChangedFile for a local file of these documents of another size or time of change than at the start."""
     for number in np.unique(documents.index.owner).tolist():
-        place = documents.places[number]
-        if remote.is_remote(place.path):
-            continue
-        try:
-            state = os.stat(place.path)
-        except OSError:
-            raise ChangedFile(place.path) from None
-        if (state.st_size, state.st_mtime_ns) != (place.size, place.version):
-            raise ChangedFile(place.path)
+        file = documents.files[number]
+        if not remote.is_remote(file.path) and not file.is_unchanged():
+            raise ChangedFile(file.path)
 
 
 def damaged_shards(manifest: dict[str, Any], folder: Path, tell: Tell) -> list[str]:

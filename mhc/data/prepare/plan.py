@@ -11,11 +11,11 @@ from mhc import remote
 from mhc.data.prepare.folder import read
 from mhc.data.prepare.progress import Tell
 from mhc.data.shards.manifest import ORIGIN
-from mhc.data.user_files.globs import Place
+from mhc.data.user_files.globs import CorpusFile
 from mhc.errors import UserError
 
 
-def origin_of(place: Place) -> dict[str, Any]:
+def origin_of(place: CorpusFile) -> dict[str, Any]:
     path = place.path if remote.is_remote(place.path) else os.path.abspath(place.path)
     return {"path": path, "version": place.version}
 
@@ -32,10 +32,10 @@ def known_checksums(folder: Path, began: dict[str, Any] | None) -> dict[tuple[st
     }
 
 
-def describe(places: list[Place], known: dict[tuple[str, int, int], str], tell: Tell) -> list[dict[str, Any]]:
+def describe(places: list[CorpusFile], known: dict[tuple[str, int, int], str], tell: Tell) -> list[dict[str, Any]]:
     """Name, size and checksum of each file; those that did not change are not read again."""
 
-    def checksum(place: Place) -> str:
+    def checksum(place: CorpusFile) -> str:
         return known.get((place.name, place.size, place.version)) or place.checksum()
 
     unknown = [place.size for place in places if (place.name, place.size, place.version) not in known]
@@ -49,7 +49,7 @@ def describe(places: list[Place], known: dict[tuple[str, int, int], str], tell: 
 
 
 def check_same(
-    plan: dict[str, Any], began: dict[str, Any], places: list[Place], folder: Path, *, explicit: bool
+    plan: dict[str, Any], began: dict[str, Any], places: list[CorpusFile], folder: Path, *, explicit: bool
 ) -> None:
     """Raises UserError where the folder was begun with something else, by name."""
     remedy = f"name a new folder, or remove {folder}"

@@ -242,9 +242,6 @@ def _text(documents: TextFiles, number: int) -> bytes:
     except UserError:
         check_unchanged(documents)
         raise
-    except OSError as error:
-        check_unchanged(documents)
-        raise UserError(f"{documents.name(number)} cannot be read: {error.strerror}") from None
 
 
 def _tokenise(texts: Sequence[bytes]) -> Tokenised:

@@ -9,6 +9,7 @@ import grain
 import numpy as np
 
 from mhc.config import DataConfig
+from mhc.data.corpus.indexed import IndexedFiles
 from mhc.data.corpus.pieces import Pieces, piece_size
 from mhc.data.corpus.sources import Source, joint_fingerprint, parts
 from mhc.data.rows.encoding import Encode, open_corpus
@@ -16,7 +17,7 @@ from mhc.data.tokenizers import Tokenizer
 
 
 class Order(NamedTuple):
-    """One source's documents in the order that training reads them, without end."""
+    """Holds the documents of one source in the order that training reads them, without end."""
 
     source: Source
     pieces: Pieces
@@ -25,6 +26,7 @@ class Order(NamedTuple):
 
 
 def open_orders(data: DataConfig, tokenizer: Tokenizer, seed: int) -> list[Order]:
+    """Open the sources of training, each with the endless order of its documents that the seed gives."""
     # grain adds the epoch to the seed: without a hash, seed 1 would begin with the second epoch of seed 0
     order_seed = int(np.random.SeedSequence(seed).generate_state(1)[0])
     orders = []
@@ -38,4 +40,13 @@ def open_orders(data: DataConfig, tokenizer: Tokenizer, seed: int) -> list[Order
 
 
 def fingerprint(orders: Sequence[Order]) -> str:
+    """Return a hash of the corpora, in hex: equal where names, sizes and the way of reading are."""
     return orders[0].source.fingerprint if len(orders) == 1 else joint_fingerprint([order.source for order in orders])
+
+
+def digests(orders: Sequence[Order]) -> dict[str, str]:
+    """Return {source as the user named it: a hash of what it holds, in hex}; of files it covers their contents."""
+    sources = [order.source for order in orders]
+    return {
+        source.label: source.digest if isinstance(source, IndexedFiles) else source.fingerprint for source in sources
+    }

@@ -22,7 +22,7 @@ from absl import flags
 
 from mhc.config import DataConfig
 from mhc.data.rows.iterator import PLACES, PackedIterator, Packing
-from mhc.data.rows.order import fingerprint, open_orders
+from mhc.data.rows.order import digests, open_orders
 from mhc.data.rows.packing import Batch
 from mhc.data.tokenizers import load
 from mhc.errors import UserError
@@ -34,19 +34,18 @@ class Worker:
 
     data: DataConfig
     tokenizer: str  # its content_hash
-    corpus: str  # its fingerprint
+    corpora: dict[str, str]  # `digests` of its sources
     seed: int
     packing: Packing
 
     def open(self) -> PackedIterator:
+        """Open the corpus. Raises UserError where it is not what the run has opened."""
         tokenizer = load(self.data.tokenizer)
         orders = open_orders(self.data, tokenizer, self.seed)
-        for what, ours, theirs in (
-            ("data.tokenizer", tokenizer.content_hash, self.tokenizer),
-            ("data.source", fingerprint(orders), self.corpus),
-        ):
-            if ours != theirs:
-                raise UserError(f"{what} changed while the run began: a worker process finds {ours}, the run {theirs}")
+        expected = {self.data.tokenizer: self.tokenizer, **self.corpora}
+        for name, digest in {self.data.tokenizer: tokenizer.content_hash, **digests(orders)}.items():
+            if digest != expected[name]:
+                raise UserError(f"{name} has changed since the run began: put back what was there, and start again")
         return PackedIterator(self.packing, orders)
 
     @staticmethod

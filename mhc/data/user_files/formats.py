@@ -1,10 +1,10 @@
-"""Tell the format of a user's file from its name, and a pointer to a file from the file."""
+"""Tell the format of a file from its name, and recognise pointers of git-lfs and git-annex."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from mhc.data.user_files.globs import Place
+from mhc.data.user_files.globs import CorpusFile
 from mhc.errors import UserError
 
 PACKED = {".gz": "gz", ".gzip": "gz", ".zst": "zst", ".zstd": "zst"}  # endings, in any case
@@ -17,14 +17,14 @@ _POINTERS = {
 _POINTER = 1024  # bytes, at most
 
 
-def packing(name: str) -> str | None:
-    """How a file of this name is compressed: gz, zst, or None."""
+def compression(name: str) -> str | None:
+    """Return how a file of this name is compressed: gz, zst, or None."""
     return PACKED.get(Path(name).suffix.lower())
 
 
 def stem(name: str) -> str:
-    """A file's name without the ending of its compression."""
-    return name if packing(name) is None else name[: -len(Path(name).suffix)]
+    """Return a file's name without the ending of its compression."""
+    return name if compression(name) is None else name[: -len(Path(name).suffix)]
 
 
 def is_parquet(name: str) -> bool:
@@ -33,7 +33,7 @@ def is_parquet(name: str) -> bool:
 
 
 def is_lines(name: str) -> bool:
-    """Whether a file of this name holds a document on each line (of a parquet file: in each row)."""
+    """Return whether a file of this name holds a document on each line (of a parquet file: in each row)."""
     return stem(name).lower().endswith(_LINES) or is_parquet(name)
 
 
@@ -44,15 +44,15 @@ def is_new_lines(name: str) -> bool:
 
 
 def pointer(content: bytes) -> str | None:
-    """Return what a file is that stands for another one, and how that is fetched; None: it is itself."""
+    """Return what a file is that only points to another one, and how to fetch that; None for any other file."""
     return next((what for start, what in _POINTERS.items() if content.startswith(start)), None)
 
 
-def check_pointer(place: Place | Path) -> None:
-    """Raises UserError for a file that git-lfs or git-annex left in the place of the one that was meant."""
-    if (place.size if isinstance(place, Place) else place.stat().st_size) > _POINTER:
+def check_pointer(file: CorpusFile | Path) -> None:
+    """Raise UserError for a file that git-lfs or git-annex left in the place of the one that was meant."""
+    if (file.size if isinstance(file, CorpusFile) else file.stat().st_size) > _POINTER:
         return
-    with place.open() if isinstance(place, Place) else place.open("rb") as file:
-        what = pointer(file.read(64))
+    with file.open() if isinstance(file, CorpusFile) else file.open("rb") as content:
+        what = pointer(content.read(64))
     if what:
-        raise UserError(f"{place} is a {what}")
+        raise UserError(f"{file} is a {what}")

@@ -16,11 +16,11 @@ from mhc.errors import UserError
 
 
 @dataclasses.dataclass(frozen=True)
-class Place:
-    """A file that a pattern names."""
+class CorpusFile:
+    """Describes a file that a glob names."""
 
     path: str  # local, or gs://…
-    name: str  # below the pattern's fixed part, with /
+    name: str  # below the fixed part of the glob, with /
     size: int  # bytes
     version: int  # st_mtime_ns; in a store: the generation
     stored: str | None = None  # in a store: its checksum there
@@ -29,24 +29,37 @@ class Place:
         return self.path
 
     def open(self) -> IO[bytes]:
-        """The file's bytes, seekable."""
+        """Open the file for reading; its handle can seek."""
         return _store().open(self.path, "rb") if remote.is_remote(self.path) else open(self.path, "rb")
 
+    def is_unchanged(self) -> bool:
+        """Return whether the file has the size and the time of change (in a store: the generation) that it had."""
+        try:
+            if remote.is_remote(self.path):
+                return int(_store().info(self.path)["generation"]) == self.version
+            state = os.stat(self.path)
+        except OSError:
+            return False
+        return (state.st_size, state.st_mtime_ns) == (self.size, self.version)
+
     def checksum(self) -> str:
-        """``sha256:…`` of the content; in a store what it has: ``md5:…`` or ``crc32c:…``."""
+        """Return ``sha256:…`` of the content; of a file in a store what that has, ``md5:…`` or ``crc32c:…``."""
         return self.stored or f"sha256:{sha256(self.path)}"
 
 
 def sha256(path: str | Path) -> str:
-    """The SHA-256 of a local file, in hex."""
+    """Return the SHA-256 of a local file, in hex."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def match(kind: str, pattern: str) -> list[Place]:
-    """The files that a pattern matches, sorted by path.
+def match(kind: str, pattern: str) -> list[CorpusFile]:
+    """Return the files that a glob matches, sorted by path.
 
-    Raises UserError for none, for one that cannot be read, and for a store that cannot be asked.
+    Args:
+      kind: of the source, for messages: text or tokens.
+    Raises:
+      UserError: no file matches, one cannot be read, or a store cannot be asked.
     """
     if remote.is_remote(pattern):
         return _match_in_store(kind, pattern)
@@ -63,15 +76,18 @@ def match(kind: str, pattern: str) -> list[Place]:
     base = _fixed_part(expanded) or "."
     found = []
     for path in files:
+        try:
+            state = os.stat(path)
+        except OSError as error:  # it was there a moment ago
+            raise UserError(f"{path} cannot be read: {error.strerror}") from None
         if not os.access(path, os.R_OK):
             raise UserError(f"{path} cannot be read: permission denied")
-        state = os.stat(path)
-        found.append(Place(path, os.path.relpath(path, base), state.st_size, state.st_mtime_ns))
+        found.append(CorpusFile(path, os.path.relpath(path, base), state.st_size, state.st_mtime_ns))
     return found
 
 
 def may_match(pattern: str, path: str) -> bool:
-    """Whether a local pattern matches a path that need not be there; links are followed in its fixed part alone."""
+    """Return whether a local glob matches a path that need not exist; links are followed in the fixed part alone."""
     base = _fixed_part(os.path.expanduser(pattern)) or "."
     rest = Path(below_fixed(pattern)).parts
     try:
@@ -82,7 +98,7 @@ def may_match(pattern: str, path: str) -> bool:
 
 
 def _parts_match(parts: Sequence[str], pattern: Sequence[str]) -> bool:
-    """As `glob` does, part by part."""
+    """Return whether the parts of a path match those of a glob, by the rules of `glob`."""
     if not pattern or not parts:
         return not parts and all(part == "**" for part in pattern)
     rest, hidden = parts[1:], parts[0].startswith(".") and not pattern[0].startswith(".")
@@ -92,7 +108,7 @@ def _parts_match(parts: Sequence[str], pattern: Sequence[str]) -> bool:
 
 
 def _fixed_part(pattern: str) -> str:
-    """The folder above the first part of a pattern that has a wildcard, or above the file."""
+    """Return the folder above the first part of a glob that has a wildcard, or above the file."""
     fixed = pattern
     while glob.has_magic(fixed):
         fixed = os.path.dirname(fixed)
@@ -100,30 +116,30 @@ def _fixed_part(pattern: str) -> str:
 
 
 def below_fixed(pattern: str) -> str:
-    """The rest of a local pattern below its fixed part: what files' names are matched by."""
+    """Return what follows the fixed part of a local glob: what the names of files are matched by."""
     expanded = os.path.expanduser(pattern)
     return os.path.relpath(expanded, _fixed_part(expanded) or ".")
 
 
-def _match_in_store(kind: str, pattern: str) -> list[Place]:
+def _match_in_store(kind: str, pattern: str) -> list[CorpusFile]:
     folder = remote.path(_fixed_part(pattern))
     remote.check(folder)
     with remote.reporting_refusals(folder):
         found = _store().glob(pattern, detail=True)
     base = os.fspath(folder).removeprefix("gs://").rstrip("/") + "/"
-    places = []
+    stored_files = []
     for path, about in sorted(found.items()):
         if about["type"] == "file":
             stored = f"md5:{about['md5Hash']}" if about.get("md5Hash") else f"crc32c:{about.get('crc32c')}"
             name = path.removeprefix(base)
-            places.append(Place(f"gs://{path}", name, int(about["size"]), int(about["generation"]), stored))
-    if not places:
+            stored_files.append(CorpusFile(f"gs://{path}", name, int(about["size"]), int(about["generation"]), stored))
+    if not stored_files:
         raise UserError(f"{kind}:{pattern} matches no file (the name of a folder matches none; name its files)")
-    return places
+    return stored_files
 
 
 def _store() -> Any:
-    """The file system of ``gs://``."""
+    """Return the file system of ``gs://``."""
     import fsspec
 
     remote.path("gs://bucket")  # its packages and settings

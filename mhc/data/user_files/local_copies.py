@@ -22,8 +22,8 @@ from typing import IO, Any
 
 from mhc import full_disk, remote
 from mhc.config import DataConfig
-from mhc.data.user_files.formats import check_pointer, is_parquet, packing, stem
-from mhc.data.user_files.globs import Place
+from mhc.data.user_files.formats import check_pointer, compression, is_parquet, stem
+from mhc.data.user_files.globs import CorpusFile
 from mhc.errors import UserError, did_you_mean
 
 _CHUNK = 1 << 18  # bytes read at once
@@ -31,15 +31,18 @@ _log = logging.getLogger(__name__)
 
 
 def cache_directory(data: DataConfig) -> Path:
-    """``data.cache_dir``, else ``$MHC_CACHE``, else ``~/.cache/mhc``; not created."""
+    """Return ``data.cache_dir``, else ``$MHC_CACHE``, else ``~/.cache/mhc``; it need not exist."""
     return Path(data.cache_dir or os.environ.get("MHC_CACHE") or "~/.cache/mhc").expanduser()
 
 
 class replacing:
-    """A temporary file beside ``path`` that takes its place when the block ends well: readers never see half a file.
+    """Give the block a temporary file beside ``path``, and put it in that place when the block ends well.
 
-    Raises UserError, which names ``setting``, where the folder cannot be written, and for what the system says while
-    the file is made: no space left, a quota, a broken disk.
+    So readers never see half a file.
+
+    Raises:
+      UserError: the folder cannot be written, or the file cannot be made (no space left, a quota, a broken disk); the
+        line names ``setting``.
     """
 
     def __init__(self, path: Path, setting: str = "data.cache_dir"):
@@ -69,49 +72,60 @@ class replacing:
             raise full_disk.error_class(error)(f"{self._setting}: cannot make {self._path}: {error.strerror}") from None
 
 
-def plain(place: Place, data: DataConfig) -> Path:
-    """A local file with the plain content of a file, copied into the cache directory where it is not one itself.
+def local_copy(file: CorpusFile, data: DataConfig) -> Path:
+    """Return a local file with the plain content of one of the user's: itself, or a copy in the cache directory.
 
-    Raises UserError for a broken file, and for a parquet file whose column ``data.field`` is missing or no text.
+    Raises:
+      UserError: a broken file, one that changes while it is copied, a parquet file whose column ``data.field`` is
+        missing or no text, and a cache directory that cannot be written.
     """
-    with remote.reporting_refusals(place.path):
-        check_pointer(place)
-    parquet = is_parquet(place.name)
-    local = not remote.is_remote(place.path)
-    if local and not parquet and stem(place.name) == place.name:
-        return Path(place.path)
-    described = [str(Path(place.path).resolve()) if local else place.path, place.size, place.version]
+    try:
+        with remote.reporting_refusals(file.path):
+            check_pointer(file)
+    except OSError as error:
+        raise UserError(f"{file} cannot be read: {error.strerror or error}") from None
+    parquet = is_parquet(file.name)
+    local = not remote.is_remote(file.path)
+    if local and not parquet and stem(file.name) == file.name:
+        return Path(file.path)
+    described = [str(Path(file.path).resolve()) if local else file.path, file.size, file.version]
     key = hashlib.sha256(json.dumps([*described, *([data.field] if parquet else [])]).encode()).hexdigest()[:24]
-    copy = cache_directory(data) / "unpacked" / (key + Path(stem(place.name)).suffix)
+    copy = cache_directory(data) / "unpacked" / (key + Path(stem(file.name)).suffix)
     if not copy.exists():
-        _log.info("copying %s to %s", place, copy)
-        with (
-            replacing(copy) as temporary,
-            open(temporary, "wb") as target,
-            remote.reporting_refusals(place.path),
-            place.open() as source,
-        ):
-            _unpack(place, source, target, data.field)
+        _log.info("copying %s to %s", file, copy)
+        with replacing(copy) as temporary:
+            try:
+                with open(temporary, "wb") as target, remote.reporting_refusals(file.path), file.open() as source:
+                    _unpack(file, source, target, data.field)
+            except (UserError, OSError):
+                _check_unchanged(file)  # the reason why it could not be read
+                raise
+            _check_unchanged(file)
     return copy
 
 
-def _unpack(place: Place, source: IO[bytes], target: IO[bytes], field: str) -> None:
-    if is_parquet(place.name):
-        _unpack_parquet(place, source, target, field)
-    elif packing(place.name) == "zst":
-        _unpack_zst(place, source, target)
-    elif packing(place.name) == "gz":
+def _check_unchanged(file: CorpusFile) -> None:
+    if not file.is_unchanged():
+        raise UserError(f"{file} has changed while it was copied to the cache: start again when it is whole")
+
+
+def _unpack(file: CorpusFile, source: IO[bytes], target: IO[bytes], field: str) -> None:
+    if is_parquet(file.name):
+        _unpack_parquet(file, source, target, field)
+    elif compression(file.name) == "zst":
+        _unpack_zst(file, source, target)
+    elif compression(file.name) == "gz":
         try:
             with gzip.open(source) as packed:
                 shutil.copyfileobj(packed, target, _CHUNK)
         except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-            raise UserError(f"{place} is not a readable gzip file: {error}") from None
+            raise UserError(f"{file} is not a readable gzip file: {error}") from None
     else:
         shutil.copyfileobj(source, target, _CHUNK)
 
 
-def _unpack_zst(place: Place, source: IO[bytes], target: IO[bytes]) -> None:
-    zstandard = _needed("zstandard", place)
+def _unpack_zst(file: CorpusFile, source: IO[bytes], target: IO[bytes]) -> None:
+    zstandard = _needed("zstandard", file)
     # Frame by frame: the library's own readers take a file that breaks off for one that ends.
     frame = None
     try:
@@ -123,44 +137,44 @@ def _unpack_zst(place: Place, source: IO[bytes], target: IO[bytes]) -> None:
                 chunk = frame.unused_data if frame.eof else b""
                 frame = None if frame.eof else frame
     except zstandard.ZstdError as error:
-        raise UserError(f"{place} is not a readable zst file: {error}") from None
+        raise UserError(f"{file} is not a readable zst file: {error}") from None
     if frame is not None:
-        raise UserError(f"{place} is not a readable zst file: it breaks off")
+        raise UserError(f"{file} is not a readable zst file: it breaks off")
 
 
-def _unpack_parquet(place: Place, source: IO[bytes], target: IO[bytes], field: str) -> None:
-    """Writes ``{field: text}`` for each row; what is null becomes null, which the reader of lines refuses."""
-    pyarrow = _needed("pyarrow", place)
+def _unpack_parquet(file: CorpusFile, source: IO[bytes], target: IO[bytes], field: str) -> None:
+    """Write ``{field: text}`` for each row. A null stays null, which the reader of lines refuses."""
+    pyarrow = _needed("pyarrow", file)
     parquet = importlib.import_module("pyarrow.parquet")
     row = 0
     try:
-        file = parquet.ParquetFile(source, buffer_size=1 << 20)
-        names = file.schema_arrow.names
+        table = parquet.ParquetFile(source, buffer_size=1 << 20)
+        names = table.schema_arrow.names
         if field not in names:
             raise UserError(
-                f"{place}: no column {field!r} (data.field) among {', '.join(names[:8])}{did_you_mean(field, names)}"
+                f"{file}: no column {field!r} (data.field) among {', '.join(names[:8])}{did_you_mean(field, names)}"
             )
-        kind = file.schema_arrow.field(field).type
+        kind = table.schema_arrow.field(field).type
         kind = kind.value_type if pyarrow.types.is_dictionary(kind) else kind
         if not any(
             is_text(kind)
             for is_text in (pyarrow.types.is_string, pyarrow.types.is_large_string, pyarrow.types.is_string_view)
         ):
-            raise UserError(f"{place}: column {field!r} (data.field) is not text but {kind}")
-        for batch in file.iter_batches(batch_size=256, columns=[field]):
+            raise UserError(f"{file}: column {field!r} (data.field) is not text but {kind}")
+        for batch in table.iter_batches(batch_size=256, columns=[field]):
             for text in batch.column(0):
                 target.write(json.dumps({field: text.as_py()}, ensure_ascii=False).encode() + b"\n")
                 row += 1
     except UnicodeDecodeError as error:
-        raise UserError(f"{place}, row {row}: not UTF-8: {error.reason}") from None
+        raise UserError(f"{file}, row {row}: not UTF-8: {error.reason}") from None
     except (pyarrow.ArrowException, OSError) as error:
         if isinstance(error, OSError) and error.errno is not None:  # the system's, not the library's
             raise
-        raise UserError(f"{place} is not a readable parquet file: {str(error).splitlines()[0]}") from None
+        raise UserError(f"{file} is not a readable parquet file: {str(error).splitlines()[0]}") from None
 
 
-def _needed(package: str, place: Place) -> Any:
+def _needed(package: str, file: CorpusFile) -> Any:
     try:
         return importlib.import_module(package)
     except ImportError:
-        raise UserError(f"{place} needs {package}: pip install 'mhc-jax[corpora]'") from None
+        raise UserError(f"{file} needs {package}: pip install 'mhc-jax[corpora]'") from None

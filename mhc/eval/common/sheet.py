@@ -1,4 +1,4 @@
-"""A sheet: one figure of a comparison with the numbers drawn in it, saved as PNG and as CSV.
+"""Draw one figure of panels and keep the numbers drawn in it: saved as PNG and as CSV.
 
 PNG files are twice as dense as a page shows them. A CSV holds what is drawn: panel, series, what (the kind of
 mark), x, y.
@@ -7,7 +7,6 @@ mark), x, y.
 from __future__ import annotations
 
 import csv
-import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -31,7 +30,7 @@ POINTS = 1500  # drawn per line: more than the pixels of a figure's width
 
 
 class Sheet:
-    """A figure of panels in rows and columns, and the table of what is drawn in it.
+    """Holds a figure of panels in rows and columns, and the table of what is drawn in it.
 
     Args:
         name: of its files.
@@ -85,9 +84,11 @@ class Sheet:
 
     @property
     def wide(self) -> bool:
+        """Whether the figure takes the page's width."""
         return bool(self.figure.get_figwidth() > NARROW)
 
     def title(self, panel: int, text: str) -> None:
+        """Set the title of a panel."""
         self.titles[panel] = text
         self.panels[panel].set_title(text, fontsize=9.5, color=INK)
 
@@ -109,7 +110,7 @@ class Sheet:
         width: float = 1.6,
         alpha: float = 1.0,
     ) -> None:
-        """A line, broken where a value is not finite; with ``marker`` every value is drawn as a point too."""
+        """Draw a line, broken where a value is not finite; with ``marker`` every value is drawn as a point too."""
         x, y = (x, y) if marker else envelope(x, y)
         self.note(panel, series, what, x, y)
         self.panels[panel].plot(
@@ -136,7 +137,7 @@ class Sheet:
         size: float = 4.5,
         filled: bool = False,
     ) -> None:
-        """Points without a line, hollow unless ``filled``."""
+        """Draw points without a line, hollow unless ``filled``."""
         self.note(panel, series, what, x, y)
         self.panels[panel].plot(
             x,
@@ -151,7 +152,7 @@ class Sheet:
         )
 
     def interval(self, panel: int, series: str, x: float, values: tuple[float, float, float], style: Style) -> None:
-        """A point with its interval: values are (value, low, high)."""
+        """Draw a point with its interval; ``values`` are (value, low, high)."""
         value, low, high = values
         for what, y in (("value", value), ("low", low), ("high", high)):
             self.note(panel, series, what, [x], [y])
@@ -159,7 +160,7 @@ class Sheet:
         self.panels[panel].plot([x], [value], marker="o", markersize=5, color=style.colour)
 
     def level(self, panel: int, value: float, text: str = "", *, colour: str = "#8a8a8a", dotted: bool = False) -> None:
-        """A horizontal line with its name at the right."""
+        """Draw a horizontal line with its name at the right."""
         axes = self.panels[panel]
         axes.axhline(value, color=colour, linewidth=1, dashes=(1.4, 1.4) if dotted else (None, None))
         if text:
@@ -176,7 +177,7 @@ class Sheet:
             )
 
     def log(self, panel: int) -> None:
-        """Log scale, with plain numbers at its ticks."""
+        """Give a panel a log scale, with plain numbers at its ticks."""
         axes = self.panels[panel]
         axes.set_yscale("log")
         low, high = axes.get_ylim()
@@ -196,7 +197,7 @@ class Sheet:
     def heat(
         self, panel: int, series: str, x: Floats, values: Floats, *, low: float, high: float, colours: bool = False
     ) -> None:
-        """values [P, S] (x [P]) as colours on a log scale from low to high: x to the right, S upwards."""
+        """Draw values [P, S] at x [P] as colours on a log scale from low to high: x to the right, S upwards."""
         axes = self.panels[panel]
         title = self.titles.get(panel, "")
         self.table += [
@@ -225,7 +226,7 @@ class Sheet:
             bar.ax.yaxis.set_minor_formatter(ticker.NullFormatter())
 
     def cells(self, panel: int, series: str, values: Floats, y: str) -> None:
-        """values [S, N] as colours with their scale: sublayers to the right, N upwards, named ``y``."""
+        """Draw values [S, N] as colours with their scale: sublayers to the right, N upwards, named ``y``."""
         axes = self.panels[panel]
         for n, column in enumerate(values.T):
             self.note(panel, series, f"{y} {n}", np.arange(len(column)), column)
@@ -237,7 +238,7 @@ class Sheet:
         bar.ax.tick_params(labelsize=8, colors=INK)
 
     def matrix(self, panel: int, series: str, values: Floats) -> None:
-        """values [rows, columns] as coloured cells with their numbers, row sums at the right, column sums below.
+        """Draw values [rows, columns] as coloured cells with numbers, row sums at the right, column sums below.
 
         Colours reach from -1 to 1: beyond, the numbers tell.
         """
@@ -256,7 +257,7 @@ class Sheet:
             axes.text(j, i, _short(value), ha="center", va="center", fontsize=6.5, color=colour)
 
     def save(self, figures: Path, data: Path) -> Path:
-        """Write NAME.png and NAME.csv; returns the PNG's path."""
+        """Write NAME.png and NAME.csv; return the PNG's path."""
         path = figures / f"{self.name}.png"
         self.figure.set_dpi(DPI)
         canvas = FigureCanvasAgg(self.figure)
@@ -273,37 +274,19 @@ class Sheet:
 
 
 def _short(value: float) -> str:
-    """In four characters or so: 0.12, 12.3, 123, 1e5."""
+    """Return a number in about four characters: 0.12, 12.3, 123, 1e5."""
     if abs(value) >= 999.5:
         return f"{value:.0e}".replace("e+0", "e").replace("e+", "e")
     return f"{value:.2f}" if abs(value) < 9.995 else f"{value:.3g}"
 
 
 def handle(style: Style, label: str) -> Line2D:
-    """The line of a legend."""
+    """Return the line of a legend."""
     return Line2D([], [], color=style.colour, dashes=style.dashes or (None, None), linewidth=1.6, label=label)
 
 
-def smooth(values: Floats, share: float = 1 / 40) -> Floats:
-    """Mean of the finite values within ``share`` of the series either way; NaN where there is none.
-
-    The window never looks farther ahead than back, so that a steep start is not bent; at the end, where curves are flat
-    and read closely, it keeps its full reach back.
-    """
-    n = len(values)
-    reach = round(share * n)
-    index = np.arange(n)
-    back = np.minimum(index, reach)
-    low, high = index - back, index + np.minimum(back, n - 1 - index) + 1
-    finite = np.isfinite(values)
-    total = np.r_[0.0, np.cumsum(np.where(finite, values, 0.0))]
-    count = np.r_[0, np.cumsum(finite)]
-    with np.errstate(invalid="ignore"):
-        return np.asarray((total[high] - total[low]) / (count[high] - count[low]))
-
-
 def envelope(x: Floats, y: Floats) -> tuple[Floats, Floats]:
-    """At most 2·POINTS points that keep the extremes of every stretch, so that no spike is lost."""
+    """Return at most 2·POINTS points that keep the extremes of every stretch, so that no spike is lost."""
     size = len(x) // POINTS
     if size < 2:
         return x, y
@@ -315,18 +298,3 @@ def envelope(x: Floats, y: Floats) -> tuple[Floats, Floats]:
     index = np.sort(np.stack([start + low, start + high], axis=1), axis=1).ravel()
     index = np.r_[index, np.arange(whole, len(x))]
     return x[index], y[index]
-
-
-def limit_top(axes: Axes, series: Iterable[Floats]) -> None:
-    """Leave what lies far above the first losses (a divergence) out of view, so that the curves can be read."""
-    finite = [values[np.isfinite(values)] for values in series]
-    starts = [float(values[: max(1, len(values) // 50)].max()) for values in finite if len(values)]
-    top = max((float(values.max()) for values in finite if len(values)), default=0.0)
-    if starts and top > 1.5 * max(starts):
-        axes.set_ylim(top=1.25 * max(starts))
-
-
-def finite_range(values: Iterable[float]) -> tuple[float, float] | None:
-    """(smallest, largest) of the finite values; None without any."""
-    kept = [value for value in values if math.isfinite(value)]
-    return (min(kept), max(kept)) if kept else None

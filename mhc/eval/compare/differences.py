@@ -1,4 +1,4 @@
-"""In what arms of a comparison differ though it is not what they compare: fields, code, versions, devices, data."""
+"""Find unintended differences between the arms of a comparison: fields, code, versions, devices, data."""
 
 from __future__ import annotations
 
@@ -13,36 +13,35 @@ from mhc.eval.compare.runs import RATE, SEEDS, Arm, differing_fields, material
 from mhc.grid import plan
 from mhc.provenance import comparable
 
-_TOLD = ("data.", "train.steps", "train.batch_size")  # the findings say what follows from these
+_COVERED = ("data.", "train.steps", "train.batch_size")  # the findings say what follows from these
 _DATA = {"corpus": "data.", "manifest": "data.", "tokenizer": "data.tokenizer"}  # hashes that a varied field changes
 _LONGEST = 60  # characters of a value that are shown
 
 
-def unlike(arms: Sequence[Arm], root: Path | None) -> list[str]:
-    """A warning for each thing in which arms differ beyond what their comparison varies.
+def unintended(arms: Sequence[Arm], root: Path | None) -> list[str]:
+    """Return a warning for each thing in which arms differ beyond what their comparison varies.
 
-    That is what the grid of ``root`` varies, if its grid.json has all the arms; else the residual, the rate and the
-    seeds. A field that derives from others is as different as they are.
+    A comparison varies what the grid of ``root`` does, if its grid.json has all the arms; else the residual, the
+    learning rate and the seeds. A field that was derived from others is no difference by itself.
     """
     varied = _varied(arms, root)
-    out = []
+    warnings = []
     strange = [
         field
         for field in differing_fields(arms)
         if material(field)
-        and not field.startswith(_TOLD)
+        and not field.startswith(_COVERED)
         and not (_usual(field) if varied is None else field in varied)
         and not all(_derived(arm, field) for arm in arms)
     ]
     if strange:
         what = "the residual, the learning rate and the seeds" if varied is None else "what their grid varies"
-        out.append(f"The arms differ in more than {what}: {_listed(strange)}.")
-    out += _starts(arms, varied or frozenset())
-    return out
+        warnings.append(f"The arms differ in more than {what}: {_listed(strange)}.")
+    return warnings + _starts(arms, varied or frozenset())
 
 
 def _varied(arms: Sequence[Arm], root: Path | None) -> frozenset[str] | None:
-    """None where no grid says."""
+    """Return the fields that the grid of the runs varies; None where no grid says."""
     if root is None or not (root / plan.FILE).is_file():
         return None
     try:
@@ -69,7 +68,7 @@ def _derived(arm: Arm, field: str) -> bool:
 
 
 def _starts(arms: Sequence[Arm], varied: frozenset[str]) -> list[str]:
-    """What the run.json of the arms say of how each was started, all its starts together."""
+    """Return warnings of how the arms were started, by their run.json, all starts of an arm together."""
     known = [arm for arm in arms if arm.starts]
     if not known:
         return []
@@ -81,8 +80,8 @@ def _starts(arms: Sequence[Arm], varied: frozenset[str]) -> list[str]:
     for arm in known:
         each = [comparable(start) for start in arm.starts]
         for name in dict.fromkeys(name for start in each for name in start):
-            said = " then ".join(dict.fromkeys(_shown(start.get(name)) for start in each))
-            values.setdefault(name, {}).setdefault(said, []).append(arm.name)
+            value = " then ".join(dict.fromkeys(_shown(start.get(name)) for start in each))
+            values.setdefault(name, {}).setdefault(value, []).append(arm.name)
     for name, by_value in values.items():
         absent = [arm.name for arm in known if not any(arm.name in names for names in by_value.values())]
         if absent:
@@ -100,4 +99,5 @@ def _shown(value: Any) -> str:
 
 
 def _listed(parts: Sequence[str]) -> str:
+    """Return names with commas; of more than nine the rest are counted."""
     return ", ".join(parts) if len(parts) <= 9 else f"{', '.join(parts[:7])} and {len(parts) - 7} more"

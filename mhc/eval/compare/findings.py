@@ -1,4 +1,4 @@
-"""What the numbers of a comparison say, in sentences, by stated rules."""
+"""Say in sentences, by stated rules, what the numbers of a comparison show."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import numpy as np
 
 from mhc.data.corpus import fidelity
 from mhc.eval.common.words import counted, listed, number, times
+from mhc.eval.compare.comparison import Comparison
 from mhc.eval.compare.ngram import Baselines
 from mhc.eval.compare.recompute import Recomputed
 from mhc.eval.compare.runs import Arm, differing_fields
@@ -22,43 +23,35 @@ AGREEMENT = 1e-4  # relative difference up to which recomputed gains count as th
 
 Measures = Mapping[str, Mapping[str, Any]]
 
-_LISTED = 6  # comparisons over seeds that are said in sentences
+_LISTED = 6  # comparisons over seeds that have a sentence
 _NOT_DATA = ("data.prefetch", "data.workers", "data.cache_dir")  # change neither text nor order
 
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """One line of the report's summary; a warning is set apart."""
+    """Holds one line of the report's summary; a warning is set apart."""
 
     text: str
     warning: bool = False
 
 
-def findings(
-    arms: Sequence[Arm],
-    measures: Measures,
-    baselines: Baselines,
-    recomputed: Mapping[str, Recomputed] | None,
-    warnings: Sequence[str],
-    everyone: Sequence[Topology],
-    pairs: Sequence[Paired],
-    histories: Sequence[History],
-) -> list[Finding]:
-    """Sentences for the top of the report, the most important first; warnings last."""
-    single = all(len(topology.every_arm) == 1 for topology in everyone)
-    out = [
-        *(_ranking(arms, measures) if single else _topology_ranking(everyone)),
-        *_seeds(everyone, pairs),
-        *_rates(everyone),
-        *_against_baselines(arms, measures, baselines),
+def findings(comparison: Comparison) -> list[Finding]:
+    """Return sentences for the top of the report, the most important first; warnings last."""
+    arms, measures, groups = comparison.arms, comparison.measures, comparison.topologies
+    single = all(len(topology.every_arm) == 1 for topology in groups)
+    texts = [
+        *(_ranking(arms, measures) if single else _topology_ranking(groups)),
+        *_seeds(groups, comparison.pairs),
+        *_rates(groups),
+        *_against_baselines(arms, measures, comparison.baselines),
         *_gains(arms, measures),
         *_health(arms, measures),
-        *_events(histories),
+        *_events(comparison.histories),
         *_speed(arms, measures),
-        *_recomputed(arms, recomputed),
+        *_recomputed(arms, comparison.recomputed),
     ]
-    said = [Finding(text) for text in out]
-    return said + [Finding(text, warning=True) for text in (*warnings, *_mismatches(arms), *_lossy(arms))]
+    warnings = (*comparison.warnings, *_mismatches(arms), *_lossy(arms))
+    return [*map(Finding, texts), *(Finding(text, warning=True) for text in warnings)]
 
 
 def _lossy(arms: Sequence[Arm]) -> list[str]:
@@ -99,14 +92,14 @@ def _against_baselines(arms: Sequence[Arm], measures: Measures, baselines: Basel
 
 
 def _scored(arms: Sequence[Arm], measures: Measures) -> dict[str, float]:
-    """Finite validation bits per byte by arm, the lowest first."""
+    """Return finite validation bits per byte by arm, the lowest first."""
     bits = {arm.name: measures[arm.name]["bits_per_byte"] for arm in arms}
     known = {name: value for name, value in bits.items() if value is not None and math.isfinite(value)}
     return dict(sorted(known.items(), key=lambda item: item[1]))
 
 
-def _topology_ranking(everyone: Sequence[Topology]) -> list[str]:
-    known = [topology for topology in everyone if math.isfinite(topology.best.mean)]
+def _topology_ranking(topologies: Sequence[Topology]) -> list[str]:
+    known = [topology for topology in topologies if math.isfinite(topology.best.mean)]
     if not known:
         return ["No topology has a finite validation result at any rate yet."]
     best, *others = sorted(known, key=lambda topology: topology.best.mean)
@@ -119,19 +112,19 @@ def _topology_ranking(everyone: Sequence[Topology]) -> list[str]:
     rest = [f"{other.best.mean - best.best.mean:.4f} under {other.label}" for other in others[:3]]
     if len(others) > 3:
         rest.append(f"{others[-1].best.mean - best.best.mean:.4f} under the last, {others[-1].label}")
-    failed = [topology.label for topology in everyone if math.isinf(topology.best.mean)]
+    failed = [topology.label for topology in topologies if math.isinf(topology.best.mean)]
     return [
         f"{text}, {listed(rest)}." if rest else f"{text}.",
         *([f"At every rate a seed of {listed(failed)} diverged or was halted."] if failed else []),
     ]
 
 
-def _seeds(everyone: Sequence[Topology], pairs: Sequence[Paired]) -> list[str]:
-    if all(len(topology.best.scores) <= 1 for topology in everyone):
+def _seeds(topologies: Sequence[Topology], pairs: Sequence[Paired]) -> list[str]:
+    if all(len(topology.best.scores) <= 1 for topology in topologies):
         return [
             "Every arm ran with one seed, so a difference in loss between two arms cannot be told from the spread "
             "between seeds. Repeat with several seeds before ranking the arms."
-            if all(len(topology.rates) == 1 for topology in everyone)
+            if all(len(topology.rates) == 1 for topology in topologies)
             else "Every topology has one seed at each rate, so a difference in loss between two cannot be told from "
             "the spread between seeds. Repeat with several seeds before ranking them."
         ]
@@ -147,8 +140,8 @@ def _seeds(everyone: Sequence[Topology], pairs: Sequence[Paired]) -> list[str]:
     return out
 
 
-def _rates(everyone: Sequence[Topology]) -> list[str]:
-    known = [topology for topology in everyone if topology.sensitivity is not None]
+def _rates(topologies: Sequence[Topology]) -> list[str]:
+    known = [topology for topology in topologies if topology.sensitivity is not None]
     if not known:
         return []
     parts = [f"{topology.label} {number(topology.sensitivity, 3)}" for topology in known]
@@ -160,7 +153,7 @@ def _rates(everyone: Sequence[Topology]) -> list[str]:
 
 
 def _events(histories: Sequence[History]) -> list[str]:
-    """Loss events by cause, who led them, false alarms, and what was done."""
+    """Return sentences about loss events: causes, what crossed first, false alarms, and what was done."""
     events = [episode for one in histories for episode in one.loss_events]
     alone = sum(len(one.episodes) - len(one.loss_events) for one in histories)
     out = []
@@ -175,7 +168,7 @@ def _events(histories: Sequence[History]) -> list[str]:
         out.append(f"The gradient norm alone was flagged {times(alone)}, without the loss.")
     alarms = [(one.monitor, one.false_alarms, one.crossings) for one in monitors(histories) if one.false_alarms]
     if alarms:
-        names = listed([f"{name} {false} of {of}" for name, false, of in alarms])
+        names = listed([f"{name} {false} of {crossings}" for name, false, crossings in alarms])
         out.append(f"Crossings that no loss event followed within the window (false alarms): {names}.")
     acted = [
         f"{counted(sum(one.skipped for one in histories), 'update')} left out",
@@ -240,7 +233,7 @@ def _health(arms: Sequence[Arm], measures: Measures) -> list[str]:
 
 
 def _speed(arms: Sequence[Arm], measures: Measures) -> list[str]:
-    """Speed of each kind against plain's: medians over arms of medians over steps."""
+    """Return a sentence on the speed of each kind against plain's: medians over arms of medians over steps."""
     speeds: dict[str, list[float]] = {}
     for arm in arms:
         speed = measures[arm.name]["tokens_per_second"]

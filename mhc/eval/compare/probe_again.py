@@ -1,44 +1,55 @@
-"""The probe of a run, taken again from a checkpoint, also under the other Sinkhorn preset."""
+"""Take the probe of a run again from a checkpoint, also under another convention of its kind's projection."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import jax
 import numpy as np
 
-from mhc.config import Config
-from mhc.model.decoder import STACKS, DecoderDefinition, Params
+from mhc import kinds
+from mhc.model.decoder import DecoderDefinition
 from mhc.monitor.probes import compile_probe, probe_batch
-from mhc.residual.manifold import transpose_res_logits
+from mhc.residual.manifold import ManifoldHyperConnections, reordered
 from mhc.train.checkpoint import LoadedRun
 
 
-def probe_run(loaded: LoadedRun, sinkhorn: str | None = None) -> dict[str, np.ndarray]:
-    """Return what the probe measures of a loaded run on the run's own probe batch, see `mhc.monitor.probes.measure`.
+def probe_run(loaded: LoadedRun, preset: str | None = None) -> dict[str, np.ndarray]:
+    """Return what the probe measures of a loaded run on the run's probe batch, see `mhc.monitor.probes.measure`.
 
     Args:
-      sinkhorn: project with this preset instead of the run's own. The ``deepseek`` preset transposes, so the residual
-        logits are transposed too: the same matrix is projected, and only the order of the divisions differs.
+      preset: project by this convention of the run's kind, such as a Sinkhorn preset; None: by the run's.
     """
-    config, params = loaded.config, loaded.params
-    if sinkhorn is not None and sinkhorn != config.residual.sinkhorn:
-        config = dataclasses.replace(config, residual=config.residual.changed(sinkhorn=sinkhorn))
-        params = transpose_all(params, config)
-    measured = compile_probe(DecoderDefinition(config))(params, probe_batch(config))
+    run = loaded if preset is None else under_convention(loaded, preset)
+    measured = compile_probe(DecoderDefinition(run.config))(run.params, probe_batch(run.config))
     return {name: np.asarray(value) for name, value in jax.device_get(measured).items()}
 
 
-def transpose_all(params: Params, config: Config) -> Params:
-    """Return the parameters of a model of kind mhc with every connection's residual logits transposed."""
-    n = config.residual.n
-    assert n is not None
-    changed = dict(params)
-    for stack in STACKS:
-        if stack in params:
-            connections = {
-                name: {**params[stack][name], **transpose_res_logits(params[stack][name], n)}
-                for name in ("attention_residual", "mlp_residual")
-            }
-            changed[stack] = {**params[stack], **connections}
-    return changed
+def under_convention(loaded: LoadedRun, preset: str) -> LoadedRun:
+    """Return a run as another convention of its kind's projection sees it.
+
+    Its residual logits stand in the order of that convention, so that the same matrices are projected, and only the
+    order of the divisions differs. Raises ValueError where the kind has no conventions.
+    """
+    kind = kinds.known()[loaded.config.residual.kind]
+    if not kind.convention:
+        raise ValueError(f"residual kind {kind.name!r} has no conventions")
+    residual = loaded.config.residual.changed(**{kind.convention: preset})
+    other = loaded._replace(config=dataclasses.replace(loaded.config, residual=residual))
+    ours, theirs = (run.decoder().residual for run in (loaded, other))
+    assert isinstance(ours, ManifoldHyperConnections) and isinstance(theirs, ManifoldHyperConnections)
+    order = ours.mixing.order_under(theirs.mixing, ours.n)
+    if order is None:
+        return other
+    return other._replace(params=_each_connection(loaded.params, set(kind.parameters), lambda p: reordered(p, order)))
+
+
+def _each_connection(params: Any, names: set[str], change: Callable[[Mapping[str, Any]], Any]) -> Any:
+    """Return a tree of parameters with those of each connection, which has exactly these names, changed."""
+    if not isinstance(params, Mapping):
+        return params
+    if set(params) == names:
+        return change(params)
+    return {name: _each_connection(part, names, change) for name, part in params.items()}

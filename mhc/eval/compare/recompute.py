@@ -1,4 +1,4 @@
-"""Gains recomputed from checkpoints: a check on what the training loop logged, and the other Sinkhorn preset's view."""
+"""Recompute gains from checkpoints: a check on what the training loop logged, and the view of other conventions."""
 
 from __future__ import annotations
 
@@ -11,20 +11,19 @@ import numpy as np
 from mhc.errors import UserError
 from mhc.eval.compare.runs import DIRECTIONS, Arm, largest
 
-PRESETS = ("paper", "deepseek")
-
 
 @dataclasses.dataclass(frozen=True)
 class Recomputed:
-    """The gains of one arm's final checkpoint.
+    """Holds the gains of one arm's final checkpoint.
 
     Attributes:
         step: the checkpoint's; None when it could not be read.
         difference: largest relative difference between the recomputed and the logged gains, over all of the probe's
             gain keys; None with a reason.
         reason: why there is no difference.
-        peaks: {preset: {"forward": gain, "backward": gain}}, the largest token-mean composite gain over sublayers with
-            the parameters projected by that Sinkhorn preset; the run's own one and, for mhc, the other.
+        peaks: {convention: {"forward": gain, "backward": gain}}, the largest token-mean composite gain over sublayers
+            with the parameters projected by that convention: the run's and, where its kind has them, others. A kind
+            without conventions has its name here.
     """
 
     step: int | None
@@ -42,23 +41,24 @@ def recompute(arm: Arm) -> Recomputed:
         loaded = load_run(arm.path if arm.source is None else arm.source)
     except UserError as error:
         return Recomputed(None, None, str(error), {})
-    own = probe_run(loaded)
-    peaks = {arm.preset or arm.kind: _peaks(own)}
-    if arm.preset is not None:
-        for preset in PRESETS:
-            if preset != arm.preset:
-                peaks[preset] = _peaks(probe_run(loaded, sinkhorn=preset))
+    measured = probe_run(loaded)
+    peaks = {arm.preset or arm.kind: _peaks(measured)}
+    for preset in arm.presets:
+        if preset != arm.preset:
+            peaks[preset] = _peaks(probe_run(loaded, preset))
     logged = [row for row in arm.probes if row["step"] == loaded.step]
     if not logged:
         return Recomputed(loaded.step, None, f"no probe was logged at step {loaded.step}", peaks)
-    difference = gain_difference(own, logged[-1])
+    difference = gain_difference(measured, logged[-1])
     reason = "the logged probe holds no gains" if difference is None else None
     return Recomputed(loaded.step, difference, reason, peaks)
 
 
 def gain_difference(recomputed: Mapping[str, Any], logged: Mapping[str, Any]) -> float | None:
-    """Largest |a − b| / |b| over the entries of every gain key of ``logged`` (b); infinity where a key or its shape
-    does not match; None without gain keys. Equal non-finite entries do not differ."""
+    """Return the largest |a − b| / |b| over the entries of every gain key of ``logged`` (b).
+
+    Infinity where a key or its shape does not match; None without gain keys. Equal non-finite entries do not differ.
+    """
     keys = [key for key in logged if key.startswith("gain/")]
     if not keys:
         return None

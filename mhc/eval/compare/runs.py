@@ -1,4 +1,4 @@
-"""Reading run folders: which folders are runs, and what they say."""
+"""Read run folders: find those that are runs, and what their logs say."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from mhc import kinds, provenance, remote
-from mhc.config import MACHINE, load_kinds
+from mhc.config import MACHINE, ModuleError, load_kinds
 from mhc.errors import UserError
 from mhc.eval.common.sheet import Floats
 from mhc.eval.compare import checks
@@ -27,12 +27,11 @@ RATE = "optimizer.lr"
 SEEDS = ("seed.init", "seed.data")
 # Fields (ending in a dot: groups) that change neither what is trained nor on what.
 IMMATERIAL = ("checkpoint.", "validation.", "monitor.", *MACHINE)
-KIND_ORDER = ("plain", "hc", "mhc")  # these first, any other kind after them by name
 
 
 @dataclasses.dataclass(frozen=True)
 class Arm:
-    """One run: its configuration and its logs.
+    """Holds one run: its configuration and its logs.
 
     Attributes:
         name: the run's folder relative to the common root.
@@ -43,7 +42,7 @@ class Arm:
         summary: what the run wrote at its end; None when it has not ended.
         events: spikes, crossings of monitors, rewinds, resumes and the like, as they happened.
         source: the run's folder where ``path`` is a copy: one in a store.
-        starts: how it was started, each time: those of run.json; none of an older version's run.
+        starts: how it was started, each time, from run.json; a run of an older version has none.
     """
 
     name: str
@@ -62,30 +61,41 @@ class Arm:
         return str(self.config["residual"]["kind"])
 
     @property
-    def preset(self) -> str | None:
-        """The Sinkhorn preset of an arm whose maps are projected by Sinkhorn, else None."""
+    def mixes(self) -> bool:
+        """Whether maps may mix streams: all kinds but the plain residual, also those that are not known here."""
         kind = kinds.known().get(self.kind)
-        projected = kind is not None and kind.mixing == kinds.MHC.mixing
-        return str(self.flat["residual.sinkhorn"]) if projected else None
+        return kind is None or not kind.is_plain
+
+    @property
+    def preset(self) -> str | None:
+        """The convention by which the maps are projected, such as Sinkhorn's preset; None where the kind has none."""
+        kind = kinds.known().get(self.kind)
+        return str(self.flat[f"residual.{kind.convention}"]) if kind is not None and kind.convention else None
+
+    @property
+    def presets(self) -> tuple[str, ...]:
+        """Every convention that the kind has."""
+        kind = kinds.known().get(self.kind)
+        return kind.options[kind.convention].allowed() if kind is not None and kind.convention else ()
 
     @property
     def seeds(self) -> tuple[int, int]:
-        """(init, data)."""
+        """The seeds (init, data)."""
         return int(self.config["seed"]["init"]), int(self.config["seed"]["data"])
 
     @property
     def steps(self) -> int:
-        """Completed updates that are logged."""
+        """The number of completed updates that are logged."""
         return int(self.metrics[-1]["step"])
 
     @property
     def planned_steps(self) -> int:
-        """Updates that the configuration asks for."""
+        """The number of updates that the configuration asks for."""
         return int(self.config["train"]["steps"])
 
     @property
     def finished(self) -> bool:
-        """The run wrote its summary after its last planned step."""
+        """Whether the run wrote its summary after its last planned step."""
         return self.summary is not None and self.steps >= self.planned_steps
 
     @property
@@ -105,7 +115,7 @@ class Arm:
 
     @property
     def judged_after(self) -> int:
-        """Steps of history that the run's z-scores needed."""
+        """The number of steps before one that the run's z-scores needed."""
         return int(self.flat.get("monitor.zscore_min_history") or 64)
 
     @functools.cached_property
@@ -131,11 +141,11 @@ class Arm:
         return array[:, 0], array[:, 1]
 
     def gains(self, direction: str) -> tuple[Floats, Floats]:
-        """(probe steps [P], token-mean composite gain [P, S]); P = 0 when the run has no probes."""
+        """Return (probe steps [P], token-mean composite gain [P, S]); P = 0 when the run has no probes."""
         return self.probe(f"gain/{direction}_composite_mean")
 
     def probe(self, key: str) -> tuple[Floats, Floats]:
-        """(probe steps [P], values of ``key`` [P, …]) of the probes that hold arrays of one shape under it.
+        """Return (probe steps [P], values of ``key`` [P, …]) of the probes that hold arrays of one shape under it.
 
         P = 0, and values [0, 0], when the run has none.
         """
@@ -148,15 +158,15 @@ class Arm:
         return np.array([step for step, _ in rows], np.float64), np.stack([values for _, values in rows])
 
     def peak_gain(self, direction: str) -> float | None:
-        """Largest token-mean composite gain over steps and sublayers; 1 for plain, None without probes."""
-        if self.kind == "plain":
+        """Return the largest token-mean composite gain over steps and sublayers; 1 for plain, None without probes."""
+        if not self.mixes:
             return 1.0
         _, gains = self.gains(direction)
         return largest(gains)
 
 
 def load(paths: Sequence[str | os.PathLike[str]]) -> tuple[Path | None, list[Arm], list[str]]:
-    """All runs in or under ``paths``, local or in a store, plain ones first, then by kind and name.
+    """Return all runs in or under ``paths``, local or in a store, plain ones first, then by kind and name.
 
     Returns:
         (root, arms, warnings): the local folder that all arms are named relative to, None where a run is in a store;
@@ -231,23 +241,23 @@ def measures(arm: Arm) -> dict[str, Any]:
 
 
 def largest(values: Floats) -> float | None:
-    """The largest value; infinity when one is not finite, None when there is none."""
+    """Return the largest value; infinity when one is not finite, None when there is none."""
     if not values.size:
         return None
     return float(values.max()) if np.isfinite(values).all() else math.inf
 
 
 def differing_fields(arms: Sequence[Arm]) -> list[str]:
-    """Configuration fields whose value is not the same in all arms, in the order of the configuration."""
+    """Return the fields whose value is not the same in all arms, in the order of the configuration."""
     fields = dict.fromkeys(field for arm in arms for field in arm.flat)
     return [field for field in fields if any(arm.flat.get(field) != arms[0].flat.get(field) for arm in arms)]
 
 
 def reference_arms(arm: Arm, arms: Sequence[Arm]) -> list[Arm]:
-    """The plain arms (residual.scale 1) that ``arm`` is measured against.
+    """Return the plain arms that ``arm`` is measured against.
 
-    Those that differ from it in the residual alone; where there are none, those that also differ in the learning rate;
-    else those with the same seeds; else all.
+    They are those that differ from it in the residual alone; where there are none, those that also differ in the
+    learning rate; else those with the same seeds; else all.
     """
     plain = [other for other in arms if is_plain(other) and other is not arm]
     alike = [other for other in plain if other.seeds == arm.seeds]
@@ -257,17 +267,20 @@ def reference_arms(arm: Arm, arms: Sequence[Arm]) -> list[Arm]:
 
 
 def is_plain(arm: Arm) -> bool:
-    """x' = x + F(x): what the others are measured against."""
-    return arm.kind == "plain" and arm.flat.get("residual.scale", 1.0) == 1.0
+    """Return whether an arm computes x' = x + F(x), which the others are measured against."""
+    kind = kinds.known().get(arm.kind)
+    if kind is None or not kind.is_plain:
+        return False
+    return all(arm.flat.get(f"residual.{field}", value) == value for field, value in kind.preserving.items())
 
 
 def material(field: str) -> bool:
-    """Whether a field of the configuration can change the numbers of a run."""
+    """Return whether a field of the configuration can change the numbers of a run."""
     return not any(field.startswith(entry) if entry.endswith(".") else field == entry for entry in IMMATERIAL)
 
 
 def outside(arm: Arm) -> dict[str, Any]:
-    """What an arm's numbers may depend on besides the residual, the learning rate and the seeds."""
+    """Return the fields that an arm's numbers may depend on besides the residual, the learning rate and the seeds."""
     return {
         field: value
         for field, value in arm.flat.items()
@@ -276,7 +289,7 @@ def outside(arm: Arm) -> dict[str, Any]:
 
 
 def gap_to_plain(arm: Arm, arms: Sequence[Arm], key: str) -> tuple[Floats, Floats]:
-    """(steps, value of ``key`` minus the mean over the reference arms) at the steps that all of them have."""
+    """Return (steps, value of ``key`` minus the mean over the reference arms) at the steps that all of them have."""
     references = reference_arms(arm, arms)
     steps, values = arm.column(key)
     if not references:
@@ -294,7 +307,7 @@ def _resolved(path: str | os.PathLike[str]) -> Folder:
 
 
 def _named(folder: Folder) -> Path:
-    """A folder as a local path that a name can be cut from: those in a store are under /gs."""
+    """Return a folder as a local path that a name can be cut from: those in a store are under /gs."""
     return folder if isinstance(folder, Path) else Path(*folder.parts)
 
 
@@ -303,7 +316,7 @@ def _is_run(folder: Folder) -> bool:
 
 
 def _runs_under(folder: Folder) -> Iterator[Folder]:
-    """Run folders in or under a folder; what lies inside a run is not searched."""
+    """Yield the run folders in or under a folder; what lies inside a run is not searched."""
     if not isinstance(folder, Path):
         children = sorted(folder.iterdir(), key=str)
         if any(child.name == "config.json" for child in children):
@@ -325,8 +338,8 @@ def _load_run(name: str, folder: Path, source: Folder | None) -> Arm | None:
     checks.check_config(config, folder / "config.json")
     try:
         load_kinds(config)
-    except kinds.ModuleError as error:
-        raise kinds.ModuleError(f"{folder / 'config.json'}: {error}") from None
+    except ModuleError as error:
+        raise ModuleError(f"{folder / 'config.json'}: {error}") from None
     metrics = read_jsonl(folder / "metrics.jsonl") if (folder / "metrics.jsonl").exists() else []
     if not metrics:
         return None
@@ -342,7 +355,9 @@ def _load_run(name: str, folder: Path, source: Folder | None) -> Arm | None:
 
 
 def _order(arm: Arm) -> tuple[int, str, list[tuple[int, str]]]:
-    rank = KIND_ORDER.index(arm.kind) if arm.kind in KIND_ORDER else len(KIND_ORDER)
+    """Return the key by which arms are sorted: kinds as they were declared, unknown ones by name, then names."""
+    names = kinds.names()
+    rank = names.index(arm.kind) if arm.kind in names else len(names)
     natural = [(int(part), "") if part.isdigit() else (0, part) for part in re.split(r"(\d+)", arm.name)]
     return rank, arm.kind, natural
 

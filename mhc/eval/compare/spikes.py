@@ -1,4 +1,4 @@
-"""Spikes of runs, what led up to them, and what was done: read off events.jsonl, for older runs off the metrics.
+"""Read spikes of runs, what led up to them and what was done off events.jsonl, of older runs off the metrics.
 
 A *loss event* is a run of flagged steps, no more than ``GAP`` apart, at least one of which has a flagged loss or
 something non-finite; its step is the first such one. A *crossing* is a monitor passing its threshold: the z-score of
@@ -32,7 +32,7 @@ NOT_RECORDED = "not recorded"
 
 @dataclasses.dataclass(frozen=True)
 class Episode:
-    """Flagged steps that belong together.
+    """Describes flagged steps that belong together.
 
     Attributes:
         arm: its name.
@@ -69,18 +69,18 @@ class Episode:
 
     @property
     def step(self) -> int:
-        """Where it is marked."""
+        """The step at which it is marked."""
         return self.first if self.loss_step is None else self.loss_step
 
     @property
     def leader(self) -> str | None:
-        """The monitor that crossed first."""
+        """The monitor that crossed first, of those within the window; None: none did."""
         return max(self.leads, key=lambda name: self.leads[name]) if self.leads else None
 
 
 @dataclasses.dataclass
 class Crossing:
-    """A monitor passing its threshold."""
+    """Describes a monitor passing its threshold."""
 
     monitor: str
     step: int
@@ -92,43 +92,42 @@ class Crossing:
 
 @dataclasses.dataclass(frozen=True)
 class History:
-    """What happened in one arm. window: in steps. judged_from: the first step with enough history before it, None where
-    there is none."""
+    """Describes what happened in one arm."""
 
     arm: str
-    window: int
+    window: int  # steps
     episodes: tuple[Episode, ...]
     crossings: tuple[Crossing, ...]
     skipped: int  # updates
     clipped: int  # steps whose gradient the zclip rule scaled
     rewinds: tuple[tuple[int, int, int], ...]  # (from step, to step, batches left out)
-    halted: str | None
-    steps: int
-    judged_after: int  # steps of history
-    judged_from: int | None
+    halted: str | None  # the reason
+    steps: int  # that the arm logged
+    judged_after: int  # steps of history that a judgement needs
+    judged_from: int | None  # the first step with so much history before it; None: there is none
 
     @property
     def loss_events(self) -> list[Episode]:
+        """The episodes with a flagged or non-finite loss."""
         return [episode for episode in self.episodes if episode.loss_step is not None]
 
 
 @dataclasses.dataclass(frozen=True)
 class MonitorRecord:
-    """How a monitor did over several arms: crossings = led + late + false_alarms + undecided; missed: loss events that
-    it did not lead; lead: median, in steps."""
+    """Describes how a monitor did over several arms."""
 
     monitor: str
-    crossings: int
+    crossings: int  # led + late + false_alarms + undecided
     led: int
     late: int
     false_alarms: int
     undecided: int
-    missed: int
-    lead: float | None
+    missed: int  # loss events that it did not lead
+    lead: float | None  # median, in steps
 
 
 def window_of(arm: Arm) -> int:
-    """Steps within which a crossing counts as having led: two probes, and at least 32."""
+    """Return the number of steps within which a crossing counts as having led: two probes, and at least 32."""
     return max(32, 2 * int(arm.flat.get("monitor.probe_every") or 0))
 
 
@@ -137,7 +136,7 @@ def history(arm: Arm) -> History:
     window = window_of(arm)
     crossings: list[Crossing] = []
     standing: list[Crossing] = []  # those that no rewind undid
-    open_: list[Mapping[str, Any]] = []  # flagged steps of the episode in hand
+    open_: list[Mapping[str, Any]] = []  # flagged steps of the current episode
     episodes: list[Episode] = []
     rewinds: list[tuple[int, int, int]] = []
     halted = None
@@ -201,16 +200,18 @@ def history(arm: Arm) -> History:
 
 
 def unjudged(histories: Sequence[History]) -> list[str]:
-    """Say in sentences in which arms, and up to which step, too little history came before for a loss or gradient norm
-    to be judged. Non-finite ones are flagged in any case."""
+    """Return sentences on the arms, and the first steps of others, that had too little history to be judged.
+
+    What is not finite is flagged in any case.
+    """
     out = []
     never: dict[int, list[str]] = {}
     late: dict[int, list[str]] = {}
-    for one in histories:
-        if one.judged_from is None:
-            never.setdefault(one.judged_after, []).append(f"{one.arm} ({one.steps} steps)")
-        elif one.judged_from > 1:
-            late.setdefault(one.judged_from, []).append(one.arm)
+    for arm in histories:
+        if arm.judged_from is None:
+            never.setdefault(arm.judged_after, []).append(f"{arm.arm} ({arm.steps} steps)")
+        elif arm.judged_from > 1:
+            late.setdefault(arm.judged_from, []).append(arm.arm)
     for after, names in sorted(never.items()):
         out.append(
             f"Not judged, for a z-score needs {after} steps before it: loss and gradient norm of {listed(names)}."
@@ -225,7 +226,7 @@ def unjudged(histories: Sequence[History]) -> list[str]:
 
 
 def monitors(histories: Sequence[History]) -> list[MonitorRecord]:
-    """One record a monitor that crossed anywhere, or, where there are loss events, could have."""
+    """Return a record of each monitor that crossed anywhere; where there are loss events, of every monitor."""
     events = [episode for one in histories for episode in one.loss_events]
     out = []
     for name in NAMES:
@@ -251,7 +252,7 @@ def monitors(histories: Sequence[History]) -> list[MonitorRecord]:
 
 
 def _extend(standing: Sequence[Crossing], flagged: Sequence[Mapping[str, Any]]) -> list[Crossing]:
-    """Crossings, each flagged gradient norm of the episode in hand among them: a long explosion crosses once."""
+    """Return the crossings with each flagged gradient norm of the current episode: a long explosion crosses once."""
     more = [Crossing(GRADIENT, int(event["step"]), 0) for event in flagged if "grad_norm" in event.get("flagged", ())]
     return [*standing, *more]
 
@@ -296,7 +297,7 @@ def _episode(
 
 
 def _events(arm: Arm) -> list[Mapping[str, Any]]:
-    """The arm's events; flagged steps and crossings of an older run that wrote none are found again."""
+    """Return the arm's events; of an older run that wrote none, flagged steps and crossings are found again."""
     events = list(arm.events)
     names = {event["event"] for event in events}
     if not names & {"spike", "nonfinite"}:

@@ -1,16 +1,18 @@
-"""The tables of a comparison as CSV: topologies, learning rates, paired seeds, events, monitors, actions."""
+"""Write the tables of a comparison as CSV: topologies, learning rates, paired seeds, events, monitors, actions."""
 
 from __future__ import annotations
 
 import csv
+import dataclasses
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from mhc.eval.compare.figures import parameters, relative_cost, speed
-from mhc.eval.compare.spikes import NAMES, History, monitors
-from mhc.eval.compare.topologies import Paired, Topology
+from mhc.eval.compare.comparison import Comparison
+from mhc.eval.compare.cost import parameters, relative_cost, speed
+from mhc.eval.compare.spikes import NAMES, Episode, History, monitors
+from mhc.eval.compare.topologies import Topology
 
 _EVENT = (
     *("arm", "first", "last", "flagged_steps", "loss_step", "finite", "cause", "tensor", "action", "undone"),
@@ -18,101 +20,104 @@ _EVENT = (
 )
 
 
-def topology(one: Topology, everyone: Sequence[Topology], pairs: Sequence[Paired]) -> dict[str, Any]:
-    """What summary.json says of a topology; None where it is not known."""
-    pair = next((pair for pair in pairs if pair.topology == one.label), None)
-    cost = relative_cost(one, everyone) or (None, None)
+def row_of(topology: Topology, comparison: Comparison) -> dict[str, Any]:
+    """Return what summary.json says of a topology; None stands for what is not known."""
+    pair = next((pair for pair in comparison.pairs if pair.topology == topology.label), None)
+    cost = relative_cost(topology, comparison.topologies) or (None, None)
+    best = topology.best
     return {
-        "kind": one.kind,
-        "best_lr": one.best.lr,
-        "best_lr_at_edge": one.at_edge,
-        "rates": len(one.rates),
-        "seeds": len(one.arms),
-        "bits_per_byte_mean": None if math.isnan(one.best.mean) else one.best.mean,
-        "bits_per_byte_std": one.std,
-        "lr_sensitivity": one.sensitivity,
+        "kind": topology.kind,
+        "best_lr": best.lr,
+        "best_lr_at_edge": topology.at_edge,
+        "rates": len(topology.rates),
+        "seeds": len(topology.arms),
+        "bits_per_byte_mean": None if math.isnan(best.mean) else best.mean,
+        "bits_per_byte_std": topology.std,
+        "lr_sensitivity": topology.sensitivity,
         "reference": pair.reference if pair else None,
         "minus_plain_mean": pair.mean if pair else None,
         "minus_plain_low": pair.interval[0] if pair and pair.interval else None,
         "minus_plain_high": pair.interval[1] if pair and pair.interval else None,
         "paired_seeds": len(pair.differences) if pair else 0,
         "verdict": pair.verdict if pair else None,
-        "tokens_per_second": speed(one),
+        "tokens_per_second": speed(topology),
         "tokens_per_second_of_plain": cost[0],
-        "parameters": parameters(one),
+        "parameters": parameters(topology),
         "parameters_of_plain": cost[1],
     }
 
 
-def write(folder: Path, everyone: Sequence[Topology], pairs: Sequence[Paired], histories: Sequence[History]) -> None:
+def write(comparison: Comparison, folder: Path) -> None:
     """Write topologies, rates, seeds_paired, events, monitors and actions (.csv) into ``folder``, made when missing."""
     folder.mkdir(parents=True, exist_ok=True)
-    _csv(
-        folder / "topologies.csv",
-        ("topology", *topology(everyone[0], everyone, pairs)),
-        ([one.label, *topology(one, everyone, pairs).values()] for one in everyone),
-    )
-    _csv(
-        folder / "rates.csv",
-        ("topology", "lr", "seed.init", "seed.data", "bits_per_byte"),
-        (
-            [one.label, rate.lr, *seeds, value]
-            for one in everyone
-            for rate in one.rates
-            for seeds, value in rate.scores.items()
+    for name, (head, rows) in _tables(comparison).items():
+        with (folder / f"{name}.csv").open("w", newline="", encoding="utf-8") as file:
+            writer = csv.writer(file)
+            writer.writerow(head)
+            writer.writerows(["" if value is None else value for value in row] for row in rows)
+
+
+Table = tuple[Sequence[str], Sequence[Sequence[Any]]]  # names of the columns, rows
+
+
+def _tables(comparison: Comparison) -> dict[str, Table]:
+    """Return each table by the name of its file."""
+    topologies, pairs, histories = comparison.topologies, comparison.pairs, comparison.histories
+    by_topology = {topology.label: row_of(topology, comparison) for topology in topologies}
+    return {
+        "topologies": (
+            ("topology", *next(iter(by_topology.values()))),
+            [[label, *row.values()] for label, row in by_topology.items()],
         ),
-    )
-    _csv(
-        folder / "seeds_paired.csv",
-        ("topology", "reference", "seed.init", "seed.data", "difference"),
-        ([pair.topology, pair.reference, *seeds, value] for pair in pairs for seeds, value in pair.differences.items()),
-    )
-    _csv(
-        folder / "events.csv",
-        (*_EVENT, *(f"lead.{name}" for name in NAMES)),
-        (
+        "rates": (
+            ("topology", "lr", "seed.init", "seed.data", "bits_per_byte"),
             [
-                episode.arm,
-                episode.first,
-                episode.last,
-                episode.count,
-                episode.loss_step,
-                episode.finite,
-                episode.cause,
-                episode.tensor,
-                episode.action,
-                episode.undone,
-                episode.value,
-                episode.grad_norm,
-                episode.batch,
-                one.window,
-                episode.leader,
-                *(episode.leads.get(name) for name in NAMES),
-            ]
-            for one in histories
-            for episode in one.episodes
+                [topology.label, rate.lr, *seeds, value]
+                for topology in topologies
+                for rate in topology.rates
+                for seeds, value in rate.scores.items()
+            ],
         ),
-    )
-    _csv(
-        folder / "monitors.csv",
-        ("monitor", "crossings", "led", "late", "false_alarms", "undecided", "missed", "median_lead"),
-        (
-            [one.monitor, one.crossings, one.led, one.late, one.false_alarms, one.undecided, one.missed, one.lead]
-            for one in monitors(histories)
+        "seeds_paired": (
+            ("topology", "reference", "seed.init", "seed.data", "difference"),
+            [[pair.topology, pair.reference, *seeds, gap] for pair in pairs for seeds, gap in pair.differences.items()],
         ),
-    )
-    _csv(
-        folder / "actions.csv",
-        ("arm", "updates_left_out", "steps_clipped", "rewinds", "halted"),
-        (
-            [one.arm, one.skipped, one.clipped, "; ".join(f"{at} to {to}" for at, to, _ in one.rewinds), one.halted]
-            for one in histories
+        "events": (
+            (*_EVENT, *(f"lead.{name}" for name in NAMES)),
+            [_event(episode, history.window) for history in histories for episode in history.episodes],
         ),
-    )
+        "monitors": (
+            ("monitor", "crossings", "led", "late", "false_alarms", "undecided", "missed", "median_lead"),
+            [dataclasses.astuple(record) for record in monitors(histories)],
+        ),
+        "actions": (
+            ("arm", "updates_left_out", "steps_clipped", "rewinds", "halted"),
+            [[events.arm, events.skipped, events.clipped, _rewinds(events), events.halted] for events in histories],
+        ),
+    }
 
 
-def _csv(path: Path, head: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
-    with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file)
-        writer.writerow(head)
-        writer.writerows(["" if value is None else value for value in row] for row in rows)
+def _event(episode: Episode, window: int) -> list[Any]:
+    """Return the row of an event: the columns of ``_EVENT``, then the lead of each monitor."""
+    return [
+        episode.arm,
+        episode.first,
+        episode.last,
+        episode.count,
+        episode.loss_step,
+        episode.finite,
+        episode.cause,
+        episode.tensor,
+        episode.action,
+        episode.undone,
+        episode.value,
+        episode.grad_norm,
+        episode.batch,
+        window,
+        episode.leader,
+        *(episode.leads.get(name) for name in NAMES),
+    ]
+
+
+def _rewinds(history: History) -> str:
+    return "; ".join(f"{at} to {to}" for at, to, _ in history.rewinds)

@@ -1,4 +1,4 @@
-"""Topologies over learning rates and seeds: which rate is each one's best, and what paired seeds tell of two."""
+"""Group arms into topologies over learning rates and seeds; find each one's best rate, and compare paired seeds."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _LONGEST_LABEL = 50
 
 @dataclasses.dataclass(frozen=True)
 class Rate:
-    """The arms of a topology at one learning rate.
+    """Holds the arms of a topology at one learning rate.
 
     Attributes:
         lr: the peak rate.
@@ -38,7 +38,7 @@ class Rate:
 
 @dataclasses.dataclass(frozen=True)
 class Topology:
-    """Arms that differ in learning rate and seeds alone.
+    """Holds arms that differ in learning rate and seeds alone.
 
     Attributes:
         label: the kind, and what else tells it from others of its kind.
@@ -59,29 +59,29 @@ class Topology:
 
     @property
     def arms(self) -> tuple[Arm, ...]:
-        """At the best rate."""
+        """The arms at the best rate."""
         return self.best.arms
 
     @property
     def every_arm(self) -> list[Arm]:
-        """At all rates."""
+        """The arms at all rates."""
         return [arm for rate in self.rates for arm in rate.arms]
 
     @property
     def at_edge(self) -> bool:
-        """The best rate is the smallest or largest tried: a better one may lie beyond."""
+        """Whether the best rate is the smallest or largest tried: a better one may lie beyond."""
         return len(self.rates) > 1 and self.best in (self.rates[0], self.rates[-1])
 
     @property
     def std(self) -> float | None:
-        """Over the seeds at the best rate, n − 1 in the denominator; None for fewer than two."""
+        """The standard deviation over seeds at the best rate, n − 1 in the denominator; None for fewer than two."""
         values = [value for value in self.best.scores.values() if math.isfinite(value)]
         return float(np.std(values, ddof=1)) if len(values) > 1 else None
 
 
 @dataclasses.dataclass(frozen=True)
 class Paired:
-    """A topology against plain, seed by seed, each at its own best rate; final validation bits per byte.
+    """Compares a topology with plain, seed by seed, each at its own best rate, in final validation bits per byte.
 
     Attributes:
         topology, reference: labels.
@@ -100,29 +100,29 @@ class Paired:
 
     @property
     def separated(self) -> bool:
-        """The interval excludes 0."""
+        """Whether the interval excludes 0."""
         return self.interval is not None and (self.interval[0] > 0 or self.interval[1] < 0)
 
 
 def topologies(arms: Sequence[Arm]) -> list[Topology]:
-    """The topologies in the order of their first arms."""
+    """Return the topologies in the order of their first arms."""
     return [_topology(label, group) for label, group in _groups(arms).items()]
 
 
-def reference_of(topology: Topology, everyone: Sequence[Topology]) -> Topology | None:
-    """The plain topology (scale 1) that differs from it in the residual alone, apart from rate and seeds."""
+def reference_of(topology: Topology, topologies: Sequence[Topology]) -> Topology | None:
+    """Return the plain topology that differs from it in the residual alone, apart from rate and seeds, or None."""
     ours = outside(topology.arms[0])
-    for other in everyone:
+    for other in topologies:
         if other is not topology and is_plain(other.arms[0]) and outside(other.arms[0]) == ours:
             return other
     return None
 
 
-def paired(everyone: Sequence[Topology]) -> list[Paired]:
-    """Every topology that has a plain reference and a seed in common with it."""
+def paired(topologies: Sequence[Topology]) -> list[Paired]:
+    """Return the comparison with plain of every topology that has a plain reference and a seed in common with it."""
     out = []
-    for topology in everyone:
-        reference = reference_of(topology, everyone)
+    for topology in topologies:
+        reference = reference_of(topology, topologies)
         if reference is None:
             continue
         ours, theirs = topology.best.scores, reference.best.scores
@@ -134,7 +134,7 @@ def paired(everyone: Sequence[Topology]) -> list[Paired]:
 
 
 def score(arm: Arm) -> float | None:
-    """Final validation bits per byte; infinity where the run diverged or was halted; None where it has none yet."""
+    """Return final validation bits per byte: infinity where the run diverged or was halted, None without any."""
     _, bits = arm.column("val_bits_per_byte")
     if arm.summary is not None and arm.summary.get("exit_reason") == "halted":
         return math.inf
@@ -172,7 +172,7 @@ def _rate(lr: float, arms: Sequence[Arm]) -> Rate:
 
 
 def _sensitivity(rates: Sequence[Rate]) -> float | None:
-    """The loss before training is that of step 1, which the initial weights gave."""
+    """Return ``lr_sensitivity``; the loss before training is that of step 1, which the initial weights gave."""
     first = [float(loss[0]) for rate in rates for arm in rate.arms if len(loss := arm.column("loss")[1])]
     finals = []
     for rate in rates:
@@ -187,6 +187,7 @@ def _sensitivity(rates: Sequence[Rate]) -> float | None:
 
 
 def _groups(arms: Sequence[Arm]) -> dict[str, list[Arm]]:
+    """Return the arms of each topology by its label."""
     out: dict[str, list[Arm]] = {}
     details: dict[str, list[str]] = {}
     for arm in arms:
@@ -200,7 +201,7 @@ def _groups(arms: Sequence[Arm]) -> dict[str, list[Arm]]:
 
 
 def _short(label: str, group: Sequence[Arm]) -> str:
-    """An arm that differs in many fields from the others goes by its own name."""
+    """Return the label; an arm that differs in many fields from the others goes by its own name."""
     return f"{group[0].kind} ({group[0].name})" if len(label) > _LONGEST_LABEL and len(group) == 1 else label
 
 

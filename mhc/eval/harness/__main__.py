@@ -397,7 +397,11 @@ def _value(one: Score) -> str:
 
 def main(arguments: Sequence[str]) -> int:
     """The command line; returns the exit code: 1 where a task could not run. Raises UserError for a mistake."""
-    parser = cli.Parser(prog="python -m eval.harness", description="lm-evaluation-harness on a checkpoint.")
+    parser = cli.Parser(
+        description="lm-evaluation-harness on a checkpoint.",
+        example="{prog} --checkpoint runs/a --tasks hellaswag,piqa",
+        fields=checkpoints.FIELDS,
+    )
     checkpoints.add_arguments(parser)
     parser.add_argument(
         "--tasks", required=True, metavar="T1,T2", help=f"of lm-eval, {GROUP}, YAML files, folders of YAML files"

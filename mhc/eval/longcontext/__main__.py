@@ -474,7 +474,11 @@ def _draw_losses(losses: Sequence[tuple[str, int, dict[str, Any]]], folder: Path
 
 
 def _parser() -> cli.Parser:
-    parser = cli.Parser(prog="python -m eval.longcontext", description="How far the context reaches, and its cost.")
+    parser = cli.Parser(
+        description="How far the context reaches, and its cost.",
+        example="{prog} --checkpoint runs/a --out report",
+        fields=checkpoints.FIELDS,
+    )
     checkpoints.add_arguments(parser, several=True)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="what is measured; without: all")
     parser.add_argument(

@@ -11,6 +11,7 @@ from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from mhc import kinds
 from mhc.residual.runner import ManifoldRunner
@@ -36,6 +37,11 @@ class Mixing:
         """Return the bias [R], float32, from which H_res starts near the identity: every other logit is ``gap``
         lower."""
         raise NotImplementedError
+
+    def order_under(self, other: Mixing, n: int) -> np.ndarray | None:
+        """Return the order [R] in which residual logits must stand for ``other``, the same mixing under another
+        convention, to project the same matrix; None: the order that they have."""
+        return None
 
     def reference(self, logits: jax.Array, n: int) -> jax.Array:
         """Return H_res [..., N, N] of logits [..., R], in the dtype of the logits: the mathematics, as it is

@@ -62,6 +62,12 @@ class Sinkhorn(Mixing):
     def initial(self, n: int, gap: float) -> jax.Array:
         return -gap * (1.0 - jnp.eye(n, dtype=jnp.float32)).reshape(-1)
 
+    def order_under(self, other: Mixing, n: int) -> np.ndarray | None:
+        # The deepseek preset ends with a transposition, so what it is given is transposed too.
+        assert isinstance(other, Sinkhorn)
+        alike = (self.sinkhorn == "deepseek") == (other.sinkhorn == "deepseek")
+        return None if alike else np.arange(n * n).reshape(n, n).T.ravel()
+
     def reference(self, logits: jax.Array, n: int) -> jax.Array:
         square = logits.reshape(*logits.shape[:-1], n, n)
         return sinkhorn(square, iters=self.iters, preset=self.sinkhorn, eps=self.sinkhorn_eps)
