@@ -68,15 +68,17 @@ def loss_parts(definition: DecoderDefinition, params: Params, batch: Batch) -> L
 
     Args:
       batch: tokens, targets, segment_ids, positions [B, T] int32 and weights [B, T] float32; of a mixture also sources
-        [B] int32, the number of each row's source.
+        [B] int32, the number of each row's source. A posterior [B, T, C] float32, where there is one, stands for the
+        targets.
     """
     decoder = definition.bind(params)
     hidden = decoder.forward(batch["tokens"], batch["segment_ids"], batch["positions"])
     member = None
     if "sources" in batch:
         member = jax.nn.one_hot(batch["sources"], len(shares(definition.config.data.source)))
+    targets = batch.get("posterior", batch["targets"])
     with jax.named_scope("loss"):
-        sums = cross_entropy(decoder, hidden.h, batch["targets"], batch["weights"], member)
+        sums = cross_entropy(decoder, hidden.h, targets, batch["weights"], member)
     weights = batch["weights"]
     by_source = jnp.zeros(0) if member is None else jnp.sum(jnp.sum(weights, axis=1, keepdims=True) * member, axis=0)
     return LossParts(sums, weight=jnp.sum(weights), source_weight=by_source, router=hidden.router)
