@@ -1,4 +1,4 @@
-"""Every program: its help has an example that it takes, and names the config fields that it may change."""
+"""Test every program: its help has an example that it takes, and names the config fields that it may change."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def start_of(name: str) -> str:
 
 @pytest.fixture
 def help_of(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[[str, str], str]:
-    """A function that returns the help of a program, or of a part."""
+    """Return a function that returns the help of a program, or of a part."""
 
     def text(name: str, part: str) -> str:
         monkeypatch.setattr(cli, "program", lambda: start_of(name))

@@ -19,6 +19,7 @@ def check(config: Groups) -> None:
         _check_latent_attention(config)
     else:
         _check_no_latents(config)
+    _check_head(config)
     _check_mask(config)
     _check_positions(config)
     _check_feed_forward(config)
@@ -66,7 +67,14 @@ def _check_no_latents(config: Groups) -> None:
     for name in ("value_dim", "kv_rank", "q_rank", "rope_dim"):
         value = getattr(config.attention, name)
         if value not in (defaults[name], derived.get(name, defaults[name])):
-            refuse(f"attention.{name}", value, f"{defaults[name]} with attention.kind=heads: it is a choice of mla")
+            refuse(f"attention.{name}", value, f"{defaults[name]} without attention.kind=mla, which it is a choice of")
+
+
+def _check_head(config: Groups) -> None:
+    if config.head.classes is not None and config.head.tied:
+        refuse("head.tied", True, "False with head.classes: the embedding has a row for each id, not for each class")
+    if config.attention.kind == "tokenwise" and config.kv_heads != config.attention.heads:
+        refuse("attention.kv_heads", config.attention.kv_heads, "None with attention.kind=tokenwise")
 
 
 def _check_mask(config: Groups) -> None:

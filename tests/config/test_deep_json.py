@@ -1,4 +1,4 @@
-"""JSON that is nested as deep as no one means it: a line, wherever the project reads JSON."""
+"""Test that JSON that is nested absurdly deep is refused in one line, wherever the project reads JSON."""
 
 from __future__ import annotations
 
