@@ -342,9 +342,11 @@ def _read_config(path: str) -> Config:
 def _run_config_file(path: str) -> ConfigDict:
     """Return what the file's get_config returns. Raises UserError with file and line for whatever goes wrong in it."""
     file = path.partition(":")[0]
-    extras.require_train(f"config file {file}")
-    from ml_collections import ConfigDict
-
+    try:
+        from ml_collections import ConfigDict
+    except ModuleNotFoundError:
+        extras.require_train(f"config file {file}")
+        raise
     siblings = [str(entry) for entry in sorted(Path(file).parent.glob("*.py"))]
     config = python_files.result_of(path, "get_config", "config", near=siblings)
     if not isinstance(config, ConfigDict):
