@@ -80,7 +80,7 @@ class Parser(argparse.ArgumentParser):
     def _field_words(self) -> str:
         if self.fields == EVERY_FIELD:
             return "--config.GROUP.FIELD=VALUE changes a field; python -m mhc.train --fields lists and explains them"
-        return f"{allowed_fields(self.fields)} change these alone; python -m mhc.train --fields explains them"
+        return f"only {allowed_fields(self.fields)} may be changed; python -m mhc.train --fields explains them"
 
     def error(self, message: str) -> NoReturn:
         """Raise UserError instead of printing the usage and exiting."""
