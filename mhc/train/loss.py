@@ -23,9 +23,9 @@ HELD_LOGITS = 2**25
 
 
 class LossSums(NamedTuple):
-    """Sums over the valid targets of a batch, float32 scalars, and the largest logit."""
+    """Holds sums over the valid targets of some tokens, and their largest logit; float32 scalars."""
 
-    objective: jax.Array  # nll plus the z-loss
+    objective: jax.Array  # nll plus the head's z-loss
     nll: jax.Array  # nats
     log_z: jax.Array
     log_z_square: jax.Array
@@ -33,7 +33,7 @@ class LossSums(NamedTuple):
     by_source: jax.Array  # nats [K] of a mixture's sources; [0] without one
 
     def join(self, other: LossSums) -> LossSums:
-        """Of both parts together."""
+        """Return the sums over the tokens of both."""
         added = jax.tree.map(jnp.add, self, other)
         return added._replace(logit_max=jnp.maximum(self.logit_max, other.logit_max))
 
