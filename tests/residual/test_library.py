@@ -214,7 +214,7 @@ def test_what_is_no_output_is_refused() -> None:
         connection(x, lambda u: (u, u))  # type: ignore[arg-type, return-value]
     with pytest.raises(ValueError, match=r"the shape of its input \(5, 8\), got \(5, 1\)"):
         connection(x, lambda u: u[:, :1])
-    with pytest.raises(ValueError, match=r"streams \[\.\.\., N=4, D\], got shape \(5, 8\): expand first"):
+    with pytest.raises(ValueError, match=r"must be \[\.\.\., N=4, D=8\], got float32\[5, 8\]: expand first"):
         connection(h, lambda u: u)
 
 

@@ -55,7 +55,7 @@ def _parser() -> cli.Parser:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """The command line; returns the exit code. Raises UserError for a mistake."""
+    """Run the command line; return the exit code. Raises UserError for a mistake."""
     options = _parser().parse_args(arguments)
     if (options.prompt is None) == (options.prompts is None):
         raise UserError("--prompt or --prompts: one of the two is needed")
