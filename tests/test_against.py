@@ -145,7 +145,7 @@ def test_a_change_of_the_last_bit_is_seen_and_named(tmp_path: Path, capsys: pyte
         else:
             shutil.copy(ROOT / name, tmp_path / name)
     file = tmp_path / "mhc" / "train" / "step.py"
-    before = "loss = parts.nll / jnp.maximum(parts.weight, 1.0)"
+    before = "loss = parts.sums.nll / jnp.maximum(parts.weight, 1.0)"
     text = file.read_text("utf-8")
     assert before in text
     file.write_text(text.replace(before, f"{before} * (1 + 2**-23)"), "utf-8")

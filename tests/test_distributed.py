@@ -1,4 +1,4 @@
-"""Processes of one run, as far as one process shows it; two of them: tests/faults/test_hosts.py."""
+"""Test the processes of a run, as far as one process shows it; tests/faults/test_hosts.py runs several."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_an_environment_without_a_cluster_is_refused_in_a_line(cluster, monkeypa
 
 
 def test_a_host_without_an_address_is_waited_for_and_then_given_up(capsys, monkeypatch):
-    """With the code of a loss, which is worth another try, not that of a mistake."""
+    """The exit code is that of a loss, which is worth another try, and not that of a mistake."""
     given = DistributedConfig(cluster="address", coordinator="later.invalid:1234", processes=2, start_timeout=3)
     tries: list[float] = []
     clock = iter(range(100))
@@ -58,7 +58,7 @@ def test_a_host_without_an_address_is_waited_for_and_then_given_up(capsys, monke
 
 @pytest.mark.parametrize("process", [0, pytest.param(1, marks=pytest.mark.process)])
 def test_processes_that_do_not_come_are_given_up_with_a_line_of_ours(process: int) -> None:
-    """Also where it is process 0 that does not; jax's own way is a stack trace and SIGABRT."""
+    """This holds where process 0 does not come, too; jax alone would end in a stack trace and SIGABRT."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -74,10 +74,11 @@ def test_processes_that_do_not_come_are_given_up_with_a_line_of_ours(process: in
 
 
 def test_how_processes_find_each_other_is_no_change_of_a_run():
-    """Neither noted on a resume nor kept in its event, unlike a change that may matter."""
-    made = config("text:/nowhere/*.txt")
-    found = {"cluster": "address", "coordinator": "a:80", "processes": 2, "process_id": 1}
-    assert resumed_changes(made, with_fields(made, distributed=found, mesh={"fsdp": 2})) == {"mesh.fsdp": (1, 2)}
+    """It is neither noted on a resume nor kept in its event, unlike a change that may matter."""
+    run_config = config("text:/nowhere/*.txt")
+    cluster = {"cluster": "address", "coordinator": "a:80", "processes": 2, "process_id": 1}
+    changed = with_fields(run_config, distributed=cluster, mesh={"fsdp": 2})
+    assert resumed_changes(run_config, changed) == {"mesh.fsdp": (1, 2)}
 
 
 @pytest.mark.parametrize(
@@ -96,12 +97,12 @@ def test_a_taken_port_is_a_mistake_and_another_error_is_not(text, raised, monkey
 
 
 def test_another_folder_or_config_than_process_0_has_is_refused():
-    made = config("text:/nowhere/*.txt")
-    check_same(made, "runs/a", made, "runs/a")
+    run_config = config("text:/nowhere/*.txt")
+    check_same(run_config, "runs/a", run_config, "runs/a")
     with pytest.raises(UserError, match=r"--workdir: given runs/a, allowed: what process 0 has, runs/b"):
-        check_same(made, "runs/a", made, "runs/b")
+        check_same(run_config, "runs/a", run_config, "runs/b")
     with pytest.raises(UserError, match=r"optimizer.lr: given 0.01, allowed: what process 0 has, 0.5"):
-        check_same(made, "runs/a", with_fields(made, optimizer={"lr": 0.5}), "runs/a")
+        check_same(run_config, "runs/a", with_fields(run_config, optimizer={"lr": 0.5}), "runs/a")
 
 
 @pytest.mark.parametrize(
@@ -135,7 +136,7 @@ def test_one_process_agrees_with_itself():
 
 
 def gathered(monkeypatch: pytest.MonkeyPatch, *others: object) -> None:
-    """What `gather` gives is that of this process, and then `others`."""
+    """Let `gather` return the value of this process, and then `others`."""
     monkeypatch.setattr(distributed, "gather", lambda value: [value, *others])
 
 
@@ -152,7 +153,7 @@ def test_a_mistake_of_another_process_is_raised_here_too(monkeypatch):
 
 
 def test_values_of_different_length_are_gathered_whole(monkeypatch):
-    """As if the others gave longer and shorter ones: the lengths first, then all padded to the longest."""
+    """The others give longer and shorter values: lengths are gathered first, then values padded to the longest."""
     values = ["a", {"é": [1.5, None, "—" * 40]}, []]
     monkeypatch.setattr(jax, "process_count", lambda: len(values))
     sent: list[np.ndarray] = []
@@ -184,7 +185,7 @@ def test_a_second_signal_interrupts(number):
 
 
 def test_several_processes_stop_when_the_service_says_so(monkeypatch):
-    """Polled with a count that all share; an interrupt becomes the notice that tells the others."""
+    """The service is polled with a count that all share; an interrupt becomes the notice that tells the others."""
     asked: list[int] = []
     monkeypatch.setattr(jax, "process_count", lambda: 2)
 
@@ -221,9 +222,9 @@ def test_a_lost_process_ends_this_one_in_a_line(text, monkeypatch, capsys):
     monkeypatch.setattr(os, "_exit", ended.append)
     with distributed.leaving_when_lost("runs/a"):
         raise jax.errors.JaxRuntimeError(f"{text}\nmore")
-    said = capsys.readouterr().err
-    assert ended == [distributed.LOST] and said.count("\n") == 1
-    assert said.startswith("error: runs/a: process 0 of 2 stops: another process is lost") and text in said
+    message = capsys.readouterr().err
+    assert ended == [distributed.LOST] and message.count("\n") == 1
+    assert message.startswith("error: runs/a: process 0 of 2 stops: another process is lost") and text in message
 
 
 @pytest.mark.parametrize(("processes", "text"), [(2, "RESOURCE_EXHAUSTED: out of memory"), (1, "Gloo failed")])

@@ -1,4 +1,4 @@
-"""Kinds from elsewhere: a run stores what to import, and every program that reads the run imports it."""
+"""Test kinds from elsewhere: a run stores what to import, and every program that reads the run imports it."""
 
 from __future__ import annotations
 
@@ -83,9 +83,9 @@ def forgotten() -> Iterator[None]:
 
 def test_a_config_imports_the_module_that_it_names(tmp_path: Path) -> None:
     (tmp_path / "their_kind.py").write_text(MODULE)
-    made = resolve(config_of(brake=4.0), 32)
-    assert made.residual.brake == 4.0
-    text, sent = to_json(made), pickle.dumps(made)
+    config = resolve(config_of(brake=4.0), 32)
+    assert config.residual.brake == 4.0
+    text, sent = to_json(config), pickle.dumps(config)
     for read in (lambda: from_json(text), lambda: pickle.loads(sent)):
         with forgotten():
             assert "slower" not in kinds.names()
@@ -102,10 +102,10 @@ def test_a_kind_that_a_config_file_imports_is_stored_with_its_module(tmp_path: P
         "    return c\n"
     )
     sys.path.append(str(tmp_path))
-    made = resolve(cli.load_config("file.py", [], cli.Parser()), 32)
-    assert made.residual.module == "their_kind"
-    assert configs.is_derived(made, "residual.module")
-    back = configs.change(made, {"residual.kind": "plain"})
+    config = resolve(cli.load_config("file.py", []), 32)
+    assert config.residual.module == "their_kind"
+    assert configs.is_derived(config, "residual.module")
+    back = configs.change(config, {"residual.kind": "plain"})
     assert back.residual.module is None and "brake" not in back.residual.flat()
 
 
@@ -114,8 +114,8 @@ def test_the_command_line_names_the_module_before_or_after_its_options(tmp_path:
     (tmp_path / "their_kind.py").write_text(MODULE)
     given = ["--config.residual.brake=5", "--config.residual.module=their_kind", "--config.residual.kind=slower"]
     arguments = given if joined else [part for argument in given for part in argument.split("=")]
-    made = cli.load_config(str(ROOT / "configs/demo.py"), arguments, cli.Parser())
-    assert made.residual.brake == 5.0
+    config = cli.load_config(str(ROOT / "configs/demo.py"), arguments)
+    assert config.residual.brake == 5.0
     assert any(
         line.startswith("residual.brake = 2.0  # how much [a float > 0]") for line in cli.field_lines("residual")
     )
@@ -125,7 +125,7 @@ MISSING = "residual.module: no module their_absent, allowed: one that Python fin
 
 
 @pytest.mark.parametrize(
-    ("name", "text", "said"),
+    ("name", "text", "words"),
     [
         ("their_absent", None, MISSING),
         ("their_kind.py", MODULE, r"given 'their_kind.py', allowed: names of modules .* (did you mean their_kind?)"),
@@ -144,25 +144,25 @@ MISSING = "residual.module: no module their_absent, allowed: one that Python fin
         ("their_kind", MODULE.replace('"slower"', '"other"'), "residual.kind: given 'slower', allowed: one of plain"),
     ],
 )
-def test_a_module_that_does_not_serve_is_one_line(tmp_path: Path, name: str, text: str | None, said: str) -> None:
+def test_a_module_that_does_not_serve_is_one_line(tmp_path: Path, name: str, text: str | None, words: str) -> None:
     if text is not None:
         (tmp_path / "their_kind.py").write_text(text)
     with pytest.raises(UserError) as caught:
         from_config_dict({"residual": {"module": name, "kind": "slower"}})
     assert "\n" not in str(caught.value)
-    assert re.search(re.escape(said).replace(r"\.\*", ".*"), str(caught.value)), str(caught.value)
+    assert re.search(re.escape(words).replace(r"\.\*", ".*"), str(caught.value)), str(caught.value)
 
 
 def test_a_run_stores_the_module_that_registered_its_kind_whatever_else_is_named(tmp_path: Path) -> None:
     """One that only leads to it may not do so next time; one that registers nothing never does."""
     (tmp_path / "their_kind.py").write_text(MODULE)
     (tmp_path / "their_other.py").write_text("import their_kind\n")
-    made = resolve(from_config_dict({"residual": {"module": "their_other", "kind": "slower"}}), 32)
-    assert made.residual.module == "their_other,their_kind"
-    assert resolve(made, 32) == made
+    config = resolve(from_config_dict({"residual": {"module": "their_other", "kind": "slower"}}), 32)
+    assert config.residual.module == "their_other,their_kind"
+    assert resolve(config, 32) == config
     with forgotten():
         (tmp_path / "their_other.py").write_text("")
-        assert from_json(to_json(made)) == made
+        assert from_json(to_json(config)) == config
     with pytest.raises(UserError, match=r"residual\.module: given 5, allowed: names of modules"):
         from_config_dict({"residual": {"module": 5, "kind": "slower", "brake": 2.0}})
     with pytest.raises(UserError, match=r"; residual\.module names what registers others$"):
@@ -173,14 +173,14 @@ def test_a_missing_module_is_told_with_the_run_that_needs_it(tmp_path: Path) -> 
     (tmp_path / "their_kind.py").write_text(MODULE)
     run = tmp_path / "run"
     run.mkdir()
-    made = resolve(config_of(), 32)
-    (run / "config.json").write_text(to_json(made))
+    config = resolve(config_of(), 32)
+    (run / "config.json").write_text(to_json(config))
     (run / "metrics.jsonl").write_text('{"step": 1, "loss": 1.0}\n')
-    entry = {"config_hash": provenance.config_hash(made), "deterministic": False, "versions": {}, "environment": {}}
+    entry = {"config_hash": provenance.config_hash(config), "deterministic": False, "versions": {}, "environment": {}}
     entry |= {"code": None, "options": {}, "data": {}, "processes": 1}
     entry["devices"] = {"count": 1, "kind": "", "mesh": {}, "processes": 1, "platform": "", "runtime": "", "system": ""}
-    provenance.append(run / "run.json", made, entry)
-    grid = plan.Plan("g", "base.py", {}, configs.to_dict(made), {})
+    provenance.append(run / "run.json", config, entry)
+    grid = plan.Plan("g", "base.py", {}, configs.to_dict(config), {})
     (tmp_path / "grid").mkdir()
     plan.store(grid, tmp_path / "grid")
     (tmp_path / "their_kind.py").unlink()
@@ -191,7 +191,7 @@ def test_a_missing_module_is_told_with_the_run_that_needs_it(tmp_path: Path) -> 
         (lambda: runs.load([run]), run / "config.json"),
         (lambda: provenance.read(run), run / "run.json"),
         (lambda: plan.read(tmp_path / "grid"), tmp_path / "grid/grid.json"),
-        (lambda: cli.load_config(f"{ROOT}/configs/of_run.py:{run}", [], cli.Parser()), run / "config.json"),
+        (lambda: cli.load_config(f"{ROOT}/configs/of_run.py:{run}", []), run / "config.json"),
     )
     with forgotten():
         for read, file in readers:

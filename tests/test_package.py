@@ -165,7 +165,7 @@ def test_what_only_a_checkout_has_is_told(installed: Path, file: str, text: str 
     if text is not None:
         Path(file).write_text(text)
     with pytest.raises(UserError) as caught:
-        cli.load_config(file, (), cli.Parser())
+        cli.load_config(file, ())
     assert said in str(caught.value)
 
 
@@ -186,14 +186,14 @@ def test_a_checkout_is_told_from_an_installed_package(installed: Path, monkeypat
     monkeypatch.setattr(checkout, "ROOT", ROOT)
     assert checkout.exists()
     with pytest.raises(UserError, match=r"config file configs/demo\.py: no such file$"):
-        cli.load_config("configs/demo.py", (), cli.Parser())
+        cli.load_config("configs/demo.py", ())
 
 
 def test_in_a_checkout_a_config_file_elsewhere_imports_the_ready_ones(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "my.py").write_text("from configs.demo import get_config\n")
-    code = "from mhc import cli; print(cli.load_config('my.py', (), cli.Parser()).model.layers)"
+    code = "from mhc import cli; print(cli.load_config('my.py', ()).model.layers)"
     done = subprocess.run(
         [sys.executable, "-c", f"import sys; sys.path.append({str(ROOT / 'tests/..')!r}); {code}"],
         cwd=tmp_path, capture_output=True, text=True, timeout=120,

@@ -1,4 +1,4 @@
-"""Every program: its help has an example that it takes, and names the config fields that it may change."""
+"""Test every program: its help has an example that it takes, and names the config fields that it may change."""
 
 from __future__ import annotations
 
@@ -25,9 +25,8 @@ PARTS = {"mhc.grid": ("", "run", "status", "retry", "collect")}
 def programs() -> list[str]:
     """Return the modules that can be started, as ``python -m`` names them."""
     files = [ROOT / "train.py"]
-    for top in ("mhc", "tpu", "bench", "tools"):
+    for top in ("mhc", "eval", "tpu", "bench", "tools"):
         files += sorted((ROOT / top).rglob("*.py"))
-    files = [file for file in files if "eval" not in file.parts]
     names = []
     for file in files:
         text = file.read_text("utf-8")
@@ -64,7 +63,7 @@ def start_of(name: str) -> str:
 
 @pytest.fixture
 def help_of(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[[str, str], str]:
-    """A function that returns the help of a program, or of a part."""
+    """Return a function that returns the help of a program, or of a part."""
 
     def text(name: str, part: str) -> str:
         monkeypatch.setattr(cli, "program", lambda: start_of(name))
@@ -99,7 +98,7 @@ def parse(name: str, arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> a
 
 
 def test_the_programs_are_found() -> None:
-    expected = {"train", "mhc.train", "mhc.grid", "mhc.data.prepare", "tpu.compile_ahead", "tools.against"}
+    expected = {"train", "mhc.train", "mhc.grid", "mhc.data.prepare", "eval.compare", "tpu.compile_ahead"}
     assert expected <= set(programs())
 
 
@@ -150,7 +149,7 @@ def test_its_help_names_the_fields_that_it_takes(
 def test_fields_in_words(fields: tuple[str, ...], words: str) -> None:
     assert cli.allowed_fields(fields) == words
     parser = cli.Parser(example="x", fields=fields)
-    assert " ".join(parser.format_help().split()).count(f"{words} change these alone") == 1
+    assert " ".join(parser.format_help().split()).count(f"only {words} may be changed") == 1
     assert parser.takes("model.dtype") == ("model.dtype" in fields)
     assert parser.takes("mesh.data") == ("mesh." in fields)
     assert not parser.takes("model.width")

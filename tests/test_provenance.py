@@ -1,4 +1,4 @@
-"""run.json: what it holds, what is said where two starts differ, and that a run started from it is the same run."""
+"""Test run.json: what it holds, the notes where two starts differ, and that a run started from it is the same run."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.usefixtures("compiled_once")
 
 @pytest.fixture(scope="module")
 def finished(corpus: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of 12 steps. Not to be changed."""
+    """Return a run of 12 steps, which tests must not change."""
     folder = tmp_path_factory.mktemp("finished") / "run"
     assert run(config(corpus, "plain"), folder) == 0
     return folder
@@ -39,7 +39,7 @@ def finished(corpus: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def entry(finished: Path) -> dict[str, Any]:
-    """The start of that run."""
+    """Return the start of that run."""
     (start,) = read_json(finished / "run.json")["starts"]
     return dict(start)
 
@@ -60,8 +60,8 @@ def test_a_start_is_recorded(finished, entry):
 
 def test_a_run_started_from_it_is_the_same_bit_for_bit(finished, tmp_path, capsys):
     origin = provenance.read(finished)
-    made = runs.Run(origin.config, tmp_path / "again", devices=jax.devices()[:1], origin=origin)
-    assert made.execute() == 0
+    again = runs.Run(origin.config, tmp_path / "again", devices=jax.devices()[:1], origin=origin)
+    assert again.execute() == 0
     assert_equal_runs(tmp_path / "again", finished)
     first, second = (provenance.read(folder).starts for folder in (finished, tmp_path / "again"))
     assert not provenance.differences(first[0], second[0]) and first[0]["config_hash"] == second[0]["config_hash"]
@@ -83,16 +83,18 @@ def test_what_differs_is_said_in_a_line_each(finished, tmp_path, capsys):
     starts[0]["versions"]["jaxlib"] = "0.0.1"
     starts[0]["devices"]["count"] = 3
     starts[0]["environment"]["XLA_FLAGS"] = "--xla_other=1"
-    with pytest.MonkeyPatch.context() as patch:  # what is said comes first
+    with pytest.MonkeyPatch.context() as patch:  # the notes come first
         patch.setattr(runs.Run, "_loop", lambda self, run: None)
         patch.setattr(runs.Run, "_finish", lambda self, run, log: 0)
-        made = runs.Run(origin.config, tmp_path / "b", devices=jax.devices()[:1], origin=origin._replace(starts=starts))
-        assert made.execute() == 0
-    said = capsys.readouterr().err.splitlines()
+        again = runs.Run(
+            origin.config, tmp_path / "b", devices=jax.devices()[:1], origin=origin._replace(starts=starts)
+        )
+        assert again.execute() == 0
+    lines = capsys.readouterr().err.splitlines()
     for name in ("jaxlib: 0.0.1 in ", "devices: 3 × cpu in ", "XLA_FLAGS: --xla_other=1 in "):
-        assert sum(name in line and line.endswith(" here") for line in said) == 1, name
-    assert sum(line.endswith(" here") for line in said) == 3
-    assert [line.partition(" ")[2] for line in (tmp_path / "b" / "train.log").read_text().splitlines()] == said
+        assert sum(name in line and line.endswith(" here") for line in lines) == 1, name
+    assert sum(line.endswith(" here") for line in lines) == 3
+    assert [line.partition(" ")[2] for line in (tmp_path / "b" / "train.log").read_text().splitlines()] == lines
 
 
 def test_each_start_is_added_and_a_change_is_said(corpus, finished, tmp_path, capsys, monkeypatch):
@@ -114,7 +116,7 @@ def test_each_start_is_added_and_a_change_is_said(corpus, finished, tmp_path, ca
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("content", "words"),
     [
         (None, "no such file"),
         ("{", "not JSON"),
@@ -123,10 +125,10 @@ def test_each_start_is_added_and_a_change_is_said(corpus, finished, tmp_path, ca
         ('{"format": 1, "config": {"modell": {}}, "starts": [{}]}', "unknown group modell"),
     ],
 )
-def test_what_is_no_run_json_is_refused(content, said, tmp_path):
+def test_what_is_no_run_json_is_refused(content, words, tmp_path):
     if content is not None:
         (tmp_path / "run.json").write_text(content)
-    with pytest.raises(UserError, match=said):
+    with pytest.raises(UserError, match=words):
         provenance.read(tmp_path)
 
 
@@ -230,9 +232,9 @@ def test_each_of_these_is_a_difference(group, field, name, entry):
 
 
 def test_the_hash_of_a_config_is_of_every_field_but_how_processes_meet(corpus):
-    made = resolved(config(corpus))
-    assert provenance.config_hash(made) == provenance.config_hash(resolved(config(corpus)))
-    assert provenance.config_hash(made) != provenance.config_hash(resolved(config(corpus, optimizer={"lr": 2e-2})))
+    first = resolved(config(corpus))
+    assert provenance.config_hash(first) == provenance.config_hash(resolved(config(corpus)))
+    assert provenance.config_hash(first) != provenance.config_hash(resolved(config(corpus, optimizer={"lr": 2e-2})))
 
 
 # Code -----------------------------------------------------------------------------------------------------------------
@@ -240,7 +242,7 @@ def test_the_hash_of_a_config_is_of_every_field_but_how_processes_meet(corpus):
 
 @pytest.fixture
 def repository(tmp_path: Path) -> Path:
-    """A repository with a package of that name, committed."""
+    """Return a repository with a committed package of that name."""
     (tmp_path / "mhc").mkdir()
     (tmp_path / "mhc" / "__init__.py").write_text("one = 1\n")
     for arguments in (
@@ -253,9 +255,9 @@ def repository(tmp_path: Path) -> Path:
 
 
 def test_a_clean_repository_is_its_commit(repository):
-    found = provenance._code(repository)
-    assert found is not None and len(found["commit"]) == 40
-    assert (found["dirty"], found["changes"], found["diff"], found["untracked"]) == (False, None, "", [])
+    record = provenance._code(repository)
+    assert record is not None and len(record["commit"]) == 40
+    assert (record["dirty"], record["changes"], record["diff"], record["untracked"]) == (False, None, "", [])
 
 
 def test_changes_since_the_commit_are_kept(repository, monkeypatch):
@@ -311,13 +313,13 @@ def test_deterministic_against_the_user_s_own_flag_is_refused():
 
 
 def test_deterministic_says_where_it_does_nothing(entry):
-    def said(**changes: Any) -> list[str]:
+    def notes(**changes: Any) -> list[str]:
         return list(provenance.notes({**entry, **changes}, (), None))
 
-    assert said() == []
-    (line,) = said(deterministic=True)
+    assert notes() == []
+    (line,) = notes(deterministic=True)
     assert "no effect on cpu" in line
-    assert said(deterministic=True, devices={**entry["devices"], "platform": "gpu"}) == []
+    assert notes(deterministic=True, devices={**entry["devices"], "platform": "gpu"}) == []
 
 
 def test_a_held_folder_gets_no_start(finished, corpus):

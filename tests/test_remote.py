@@ -1,4 +1,4 @@
-"""Runs in an object store: as local ones, killed and resumed, locked, read by programs, and the mistakes around them.
+"""Test runs in an object store: equal to local ones, killed and resumed, locked, read by programs, and mistakes.
 
 The store is a server on loopback that speaks Google Cloud Storage's JSON API: gcsfs, orbax and TensorStore are the real
 ones, the service is not.
@@ -45,28 +45,28 @@ CONFIG = Path(__file__).parents[1] / "configs" / "demo.py"
 
 @pytest.fixture(scope="module", autouse=True)
 def _programs_are_compiled_once() -> Iterator[None]:
-    """The runs of this module are of one config: they share a Trainer and its programs."""
+    """Share a Trainer and its programs, since the runs of this module have one config."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("mhc.train.opened.Trainer", lambda made, mesh, faults: trainer(made))
+        patch.setattr("mhc.train.opened.Trainer", lambda run_config, mesh, faults: trainer(run_config))
         patch.setattr("mhc.monitor.probes.compile_probe", functools.cache(compile_probe))
         yield
 
 
 @pytest.fixture(scope="module")
 def store() -> Iterator[ObjectStore]:
-    """A store with two buckets, which every client of this process talks to."""
-    with serving("bucket", "private") as made:
-        yield made
+    """Return a store with two buckets, to which every client of this process talks."""
+    with serving("bucket", "private") as server:
+        yield server
 
 
 def config(corpus: str, **groups: dict[str, Any]) -> Config:
-    """The config of these runs: small to compile."""
+    """Return the config of these runs, which is small to compile."""
     return small_runs.config(corpus, "plain", **groups)
 
 
 @pytest.fixture(scope="module")
 def reference(corpus: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The run in a local folder."""
+    """Return the run in a local folder."""
     folder = tmp_path_factory.mktemp("reference") / "run"
     assert run(config(corpus), folder) == 0
     return folder
@@ -74,7 +74,7 @@ def reference(corpus: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def finished(store: ObjectStore, corpus: str) -> str:
-    """The same run in the store, never interrupted. While it ran no checkpoint was committed before its lines."""
+    """Return the same run in the store, never interrupted; no checkpoint was committed before its lines."""
     ahead = []
 
     def watch(method: str, bucket: str, name: str | None) -> None:
@@ -93,7 +93,7 @@ def finished(store: ObjectStore, corpus: str) -> str:
 
 
 def assert_equal_runs(place: str, reference: Path) -> None:
-    """As `tests.small_runs.assert_equal_runs`, for a run in the store."""
+    """Compare a run in the store with the local one, as `tests.small_runs.assert_equal_runs` does."""
     copy = remote.local_copy(place)
     assert [record["step"] for record in lines(copy, "metrics")] == list(range(1, 13))
     for name in ("metrics", "probes"):
@@ -109,7 +109,7 @@ def assert_equal_runs(place: str, reference: Path) -> None:
 
 
 def spools() -> list[Path]:
-    """Files of runs in this machine's spool."""
+    """Return the files of runs in this machine's spool."""
     base = Path(tempfile.gettempdir()) / f"mhc-{os.getuid()}"
     return [path for path in base.glob("*/*") if path.name != ".lock"]
 
@@ -140,8 +140,8 @@ class Killed(Exception):
     """Stands for SIGKILL."""
 
 
-def killed_at(step: int, store: ObjectStore, made: Any, folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Leaves in the store what a machine leaves that vanishes once the line of a step is written, and nothing else."""
+def killed_at(step: int, store: ObjectStore, run_config: Any, folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave in the store exactly what a machine leaves that vanishes once the line of a step is written."""
     left: dict[str, Any] = {}
     write = Record.step
 
@@ -156,7 +156,7 @@ def killed_at(step: int, store: ObjectStore, made: Any, folder: str, monkeypatch
     with monkeypatch.context() as patch:
         patch.setattr(Record, "step", dies)
         with pytest.raises(Killed):
-            run(made, folder)
+            run(run_config, folder)
     name = f"{folder.removeprefix('gs://bucket/')}/{run_folder.OWNER}"
     owner = {**json.loads(left[name].content), "machine": "another", "time": time.time() - run_folder.STALE_SECONDS - 1}
     with store.lock:
@@ -198,14 +198,14 @@ def test_an_uncommitted_checkpoint_is_not_seen_and_its_remains_go(store, finishe
     assert checkpoints.latest() == 8 and checkpoints.steps() == [8]
     checkpoints.close()
     end = time.monotonic() + 20  # orbax deletes in a thread, and waits for it before it saves
-    while len(found := {name.split("/")[3] for name in store.names("bucket", "runs/torn/checkpoints/")}) > 1:
-        assert time.monotonic() < end, found
+    while len(steps := {name.split("/")[3] for name in store.names("bucket", "runs/torn/checkpoints/")}) > 1:
+        assert time.monotonic() < end, steps
         time.sleep(0.02)
-    assert found == {"8"}
+    assert steps == {"8"}
 
 
 def copied(store: ObjectStore, source: str, target: str) -> None:
-    """Copies objects within the bucket."""
+    """Copy objects within the bucket."""
     with store.lock:
         for name in [name for name in store.buckets["bucket"] if name.startswith(f"{source}/")]:
             store.put("bucket", target + name.removeprefix(source), store.buckets["bucket"][name].content)
@@ -227,11 +227,11 @@ def test_programs_read_a_run_in_a_store_and_write_nothing_there(store, finished,
     with pytest.raises(UserError, match="no checkpoint of step 9; there are 8, 12"):
         load_run(finished, 9)
 
-    made = resolved(config(corpus, train={"init_from": f"{finished}@8"}))
-    assert_identical(start.initial_state(trainer(made)).params, load_run(reference, 8).params)
-    made = resolved(config(corpus, train={"init_from": f"{finished}@eight"}))
+    run_config = resolved(config(corpus, train={"init_from": f"{finished}@8"}))
+    assert_identical(start.initial_state(trainer(run_config)).params, load_run(reference, 8).params)
+    run_config = resolved(config(corpus, train={"init_from": f"{finished}@eight"}))
     with pytest.raises(UserError, match=r"train\.init_from: .*@eight: given step 'eight'"):
-        start.source(made)
+        start.source(run_config)
 
     text = (export(finished, tmp_path / "exported", names="ours") / "README.md").read_text()
     assert text == card(reference, 12, find_checkpoint(reference)[0], None).replace("# run\n", "# whole\n", 1)
@@ -259,7 +259,7 @@ ELSEWHERE = {"id": "theirs", "host": "vm-1", "process": 7, "machine": "another",
 
 
 class Clock:
-    """A clock that only sleep moves on, and what happens meanwhile."""
+    """Replaces the clock: only sleep advances it, and calls `meanwhile`."""
 
     def __init__(self, meanwhile: Any = lambda: None):
         self.now, self.meanwhile = 1000.0, meanwhile
@@ -276,7 +276,7 @@ class Clock:
 
 @pytest.fixture
 def owned(store: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """A function that makes an owner of a folder, whose last sign of life is so old; it gives the clock."""
+    """Return a function that writes a folder's owner, whose last heartbeat has a given age; it returns the clock."""
 
     def make(age: float, **fields: Any) -> Clock:
         clock = Clock()
@@ -417,13 +417,13 @@ def test_what_cannot_be_copied_at_a_run_s_end_stays_on_the_disk(store, monkeypat
 # Mistakes -------------------------------------------------------------------------------------------------------------
 
 
-def told(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
-    """What train.py says to a command that it refuses with code 2, in one line."""
+def refusal(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    """Return the line with which train.py refuses a command, with code 2."""
     with pytest.raises(SystemExit) as left:
         cli.run_main(train.main, ["--config", str(CONFIG), *arguments])
-    said = capsys.readouterr().err
-    assert left.value.code == 2 and said.startswith("error: ") and said.count("\n") == 1
-    return said
+    message = capsys.readouterr().err
+    assert left.value.code == 2 and message.startswith("error: ") and message.count("\n") == 1
+    return message
 
 
 @pytest.mark.parametrize(
@@ -437,17 +437,17 @@ def told(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
     ],
 )
 def test_a_workdir_that_cannot_be_is_refused(store, capsys, workdir, message):
-    assert message in told(["--workdir", workdir], capsys)
+    assert message in refusal(["--workdir", workdir], capsys)
 
 
 def test_a_missing_package_is_named(store, capsys, monkeypatch):
     monkeypatch.setattr(remote, "_installed", lambda package: False)
-    assert "pip install 'mhc-jax[gcs]'" in told(["--workdir", "gs://bucket/a"], capsys)
+    assert "pip install 'mhc-jax[gcs]'" in refusal(["--workdir", "gs://bucket/a"], capsys)
 
 
 def test_a_bucket_that_is_another_s_is_refused(store, capsys, monkeypatch):
     monkeypatch.setattr(store, "failing", lambda method, bucket, name: 403 if bucket == "private" else None)
-    assert "gs://private: no permission" in told(["--workdir", "gs://private/a"], capsys)
+    assert "gs://private: no permission" in refusal(["--workdir", "gs://private/a"], capsys)
 
 
 def test_a_bucket_that_must_not_be_written_is_refused(store, corpus, monkeypatch):
@@ -463,7 +463,7 @@ def test_a_store_that_does_not_answer_is_not_waited_for_long(store, capsys, monk
         monkeypatch.setenv("STORAGE_EMULATOR_HOST", f"http://127.0.0.1:{closed.getsockname()[1]}")
     monkeypatch.setattr(remote, "PATIENCE", 1.0)
     began = time.monotonic()
-    assert "gs://silent: no answer within 1 s" in told(["--workdir", "gs://silent/a"], capsys)
+    assert "gs://silent: no answer within 1 s" in refusal(["--workdir", "gs://silent/a"], capsys)
     assert time.monotonic() - began < 10
 
 

@@ -1,4 +1,4 @@
-"""What programs print: lines beside the result fail nothing, and a result without a reader ends a program quietly."""
+"""Test what programs print: failing log lines end nothing, and a result without a reader ends a program quietly."""
 
 from __future__ import annotations
 
@@ -47,22 +47,22 @@ BROKEN: dict[str, Callable[[], TextIO | None]] = {
 
 @pytest.fixture(params=BROKEN)
 def broken(request: pytest.FixtureRequest) -> Iterator[TextIO | None]:
-    """A stream that takes nothing."""
-    made = BROKEN[request.param]()
-    yield made
+    """Return a stream that takes nothing."""
+    stream = BROKEN[request.param]()
+    yield stream
     with contextlib.suppress(OSError, ValueError):
-        if made is not None:
-            stdio.flush_or_discard(made)
-            made.close()
+        if stream is not None:
+            stdio.flush_or_discard(stream)
+            stream.close()
 
 
 @pytest.fixture
 def pipe() -> Iterator[TextIO]:
-    """A stream whose reader has gone."""
-    made = _closed_pipe()
-    yield made
-    stdio.flush_or_discard(made)
-    made.close()
+    """Return a stream whose reader has gone."""
+    stream = _closed_pipe()
+    yield stream
+    stdio.flush_or_discard(stream)
+    stream.close()
 
 
 def test_what_is_said_beside_the_result_fails_nothing(broken: TextIO | None) -> None:
@@ -87,8 +87,8 @@ def test_training_goes_on_without_its_lines(
 ) -> None:
     corpus = small_runs.write_corpus(tmp_path / "texts")
     monkeypatch.setattr(sys, "stderr", broken)
-    made = small_runs.config(corpus, "plain", train={"steps": 2}, monitor={"progress_every": 1})
-    assert small_runs.run(made, tmp_path / "run") == 0
+    config = small_runs.config(corpus, "plain", train={"steps": 2}, monitor={"progress_every": 1})
+    assert small_runs.run(config, tmp_path / "run") == 0
     log = (tmp_path / "run" / "train.log").read_text()
     assert "step 1/2" in log and "finished after step 2" in log
     assert [line["step"] for line in small_runs.lines(tmp_path / "run", "metrics")] == [1, 2]
@@ -143,7 +143,7 @@ cli.run_main(main)
 
 
 def shell(command: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """A program in a shell of its own, where $PROGRAM is it."""
+    """Run a shell command in which $PROGRAM starts the program above."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "PROGRAM": PROGRAM, "PYTHON": sys.executable}
     return subprocess.run(
         ["bash", "-c", f"set -o pipefail; {command}", "-", *arguments],
@@ -199,7 +199,7 @@ def test_real_programs_end_quietly_on_a_closed_pipe(program: str) -> None:
 
 
 def ended(error: BaseException, capsys: pytest.CaptureFixture[str]) -> tuple[Any, str]:
-    """(exit code, stderr) of a program that raises an error."""
+    """Return the exit code and the stderr of a program that raises an error."""
 
     def main(arguments: Any) -> int:
         raise error
@@ -217,7 +217,7 @@ def test_a_full_disk_is_one_line_wherever_it_shows(
     named, bare = OSError(number, words, str(tmp_path / "x")), OSError(number, words)
     led = ValueError("of a library")
     led.__cause__ = bare
-    for error, said in (
+    for error, start in (
         (named, f"error: {tmp_path}/x: cannot be written: {words}; "),
         (bare, f"error: not all output could be written: {words}\n"),
         (led, f"error: not all output could be written: {words}\n"),
@@ -225,7 +225,7 @@ def test_a_full_disk_is_one_line_wherever_it_shows(
         (full_disk.DiskFull("checkpoint 4: cannot be written"), "error: checkpoint 4: cannot be written\n"),
     ):
         code, line = ended(error, capsys)
-        assert code == full_disk.EXIT_CODE and said in line and line.count("\n") == 1
+        assert code == full_disk.EXIT_CODE and start in line and line.count("\n") == 1
     assert ended(UserError(words), capsys)[0] == 2
 
 
@@ -238,8 +238,8 @@ def test_what_a_program_was_to_write_is_named(tmp_path: Path, capsys: pytest.Cap
 
     with pytest.raises(SystemExit):
         cli.run_main(main, [])
-    said = capsys.readouterr().err
-    assert said.startswith(
+    message = capsys.readouterr().err
+    assert message.startswith(
         f"error: {tmp_path}/x.json or {tmp_path}/report: cannot be written: No space left on device; "
     )
     with pytest.raises(full_disk.DiskFull, match="--source: full"), cli.naming_options(["source"]):

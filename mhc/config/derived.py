@@ -70,6 +70,11 @@ class Groups:
         return self.model.vocab_size
 
     @property
+    def outputs(self) -> int:
+        """Logits of a position: those of the vocabulary, or head.classes."""
+        return self.head.classes or self.vocab_size
+
+    @property
     def kv_heads(self) -> int:
         """Return G, the key and value heads."""
         return self.attention.kv_heads or self.attention.heads

@@ -49,8 +49,9 @@ class AttentionConfig(Group, group="attention"):
     kind: str = setting(
         "heads",
         "heads: multi-head, grouped-query or multi-query, by kv_heads; mla: multi-head latent attention, with latent "
-        "keys and values",
-        choices=("heads", "mla"),
+        "keys and values; tokenwise: a feed-forward of as many parameters in place of attention, which sees no other "
+        "token",
+        choices=("heads", "mla", "tokenwise"),
     )
     heads: int = setting(4, "query heads H", low=1)
     kv_heads: int | None = setting(None, "kind=heads: key and value heads G, a divisor of heads; None: heads", low=1)
@@ -186,6 +187,9 @@ class HeadConfig(Group, group="head"):
     tied: bool = setting(False, "use the embedding as the head's weight")
     softcap: float | None = setting(None, "cap c of the logits, c tanh(logits / c); None: no cap", above=0)
     z_loss: float = setting(0.0, "coefficient of the mean squared log-sum-exp of the logits in the objective", low=0)
+    classes: int | None = setting(
+        None, "outputs of the model where they are not the vocabulary, such as a task's hidden states", low=2
+    )
     chunk: int | None = setting(
         None, "tokens of a row whose logits are in memory at once; None: as many as keep 2^25 logits on a device", low=1
     )
@@ -251,6 +255,9 @@ class DataConfig(Group, group="data"):
         "uint16", "tokens: dtype of .bin files", choices=("uint8", "uint16", "uint32", "int32", "int64")
     )
     end_token: int | None = setting(None, "tokens: id that ends a document; None: each file is one document", low=0)
+    start_token: int | None = setting(
+        None, "tokens: id that begins a document and is left out, since every document is given a bos", low=0
+    )
     stop_tokens: tuple[int, ...] = setting((), "ids that end a generated text, beside the tokeniser's eos", low=0)
     prefetch: int = setting(2, "batches that a thread prepares ahead; 0: none", low=0)
     workers: int = setting(0, "processes that read and tokenise; 0: the thread that prepares batches does it", low=0)

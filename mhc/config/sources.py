@@ -10,7 +10,7 @@ from mhc.config.group import setting
 from mhc.errors import UserError, did_you_mean
 from mhc.rules import refuse
 
-SOURCES = ("stdlib", "tfds:<name>", "text:<glob>", "tokens:<glob>", "prepared:<folder>")
+SOURCES = ("stdlib", "tfds:<name>", "text:<glob>", "tokens:<glob>", "prepared:<folder>", "windtunnel:<task>")
 _PREFIXES = [form.partition(":")[0] for form in SOURCES]
 _FORMS = {"mix": "NAME=WEIGHT*SOURCE", "sets": "NAME=SOURCE"}
 _ALLOWED = {"mix": "mix:<name>=<weight>*<source>;…", "sets": "sets:<name>=<source>;…"}

@@ -5,6 +5,8 @@ another without end: one global order. Row r of a batch of B rows is a stream of
 r + 2B, … of that order. So the batches depend on the corpus, the seed, T and B alone: a process takes the rows that its
 devices hold of the same global batch, and a state merged from all can be restored by another number of processes.
 
+Wind tunnels (`mhc.data.windtunnel`) are endless: a position is the number of a sequence, and each fills a row.
+
 State. Two integers a row: the position of its document, and the pairs already taken from it (see
 `mhc.data.rows.packing`).
 
@@ -40,6 +42,7 @@ from mhc.data.rows.packing import Batch, empty_batch, fill_row
 from mhc.data.rows.spread import Rows
 from mhc.data.rows.workers import SharedDataset, Worker
 from mhc.data.tokenizers import Tokenizer
+from mhc.data.windtunnel.rows import TaskValidation, open_task
 from mhc.errors import UserError
 
 _STATE_FORMAT = 2  # 1 had the rows as [first, last + 1]
@@ -135,8 +138,7 @@ class TrainIterator:
                 number = self._assign(state["batches"], row)
                 position, offset = position[number], offset[number]
             order = self._orders[number]
-            document = order.source.name(order.pieces.document(int(order.places[position])))
-            found.append({"row": row, "document": document, "offset": offset})
+            found.append({"row": row, "document": order.name(position), "offset": offset})
         return found
 
     def set_state(
@@ -317,7 +319,7 @@ def validation_sets(
     count: int | None = None,
     spread: bool = False,
     rows: Sequence[int] | None = None,
-) -> dict[str, ValidationBatches]:
+) -> dict[str, ValidationBatches] | dict[str, TaskValidation]:
     """The validation sets by name, each of at most ``batches`` batches (0: all of it); one alone is called "".
 
     ``count`` rows in place of ``batches``: the first ones, or ``spread`` by `mhc.data.rows.spread`, whatever the batch
@@ -327,6 +329,9 @@ def validation_sets(
     """
     rows = range(batch_size) if rows is None else rows
     count = batches * batch_size if count is None else count
+    made = open_task(data)
+    if made is not None:
+        return {"": TaskValidation(made, batch_size, count, rows)}
     return {
         one.name: ValidationBatches(
             open_corpus(own, tokenizer, "validation"), tokenizer, data.sequence_length, batch_size, rows, count, spread
@@ -344,10 +349,13 @@ def validation_batches(
     count: int | None = None,
     spread: bool = False,
     rows: Sequence[int] | None = None,
-) -> ValidationBatches:
+) -> ValidationBatches | TaskValidation:
     """The whole validation split as one set, sets one after the other; else as `validation_sets`."""
     rows = range(batch_size) if rows is None else rows
     count = batches * batch_size if count is None else count
+    made = open_task(data)
+    if made is not None:
+        return TaskValidation(made, batch_size, count, rows)
     source = open_corpus(data, tokenizer, "validation")
     return ValidationBatches(source, tokenizer, data.sequence_length, batch_size, rows, count, spread)
 

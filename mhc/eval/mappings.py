@@ -1,4 +1,4 @@
-"""Pictures of what a checkpoint's residual maps do: single sublayers, their products over depth, gains, distances.
+"""Draw what a checkpoint's residual maps do: single sublayers, their products over depth, gains, distances.
 
     python -m eval.mappings --checkpoint runs/mhc --out report
     python -m eval.mappings --checkpoint runs/hc runs/mhc --out report      # side by side
@@ -32,7 +32,7 @@ MOST = 8  # checkpoints side by side
 
 
 class Mappings(NamedTuple):
-    """Maps of a checkpoint, means over the tokens of a batch, float64; S sublayers, N streams (1 of plain)."""
+    """Holds a checkpoint's maps, means over the tokens of a batch, float64; S sublayers, N streams (1 of plain)."""
 
     name: str
     kind: str
@@ -45,7 +45,7 @@ class Mappings(NamedTuple):
 
 
 def measure(checkpoint: checkpoints.Checkpoint, sequences: int | None = None) -> Mappings:
-    """The maps of a checkpoint on its run's probe batch.
+    """Return the maps of a checkpoint on its run's probe batch.
 
     Args:
       sequences: of the validation set; None: monitor.probe_sequences.
@@ -103,7 +103,7 @@ def _means(decoder: Decoder, batch: dict[str, jax.Array]) -> dict[str, jax.Array
 
 
 def chosen(depth: int) -> list[tuple[str, str, int]]:
-    """The matrices that are drawn, as in the paper: (title, field of Mappings, sublayer), single ones and products."""
+    """Return (title, field of Mappings, sublayer) of the matrices that are drawn, as in the paper."""
     middle, last = depth // 2, depth - 1
     single = [(f"H of sublayer {k}", "single", k) for k in sorted({min(1, last), middle, last})]
     products = [("first half", "from_start", max(middle - 1, 0)), ("second half", "to_end", middle)]
@@ -114,7 +114,7 @@ def chosen(depth: int) -> list[tuple[str, str, int]]:
 
 
 def draw(every: Sequence[Mappings], folder: Path) -> list[Drawn]:
-    """maps_K.png of each checkpoint; gains, distances and weights of all: PNG and CSV in the folder."""
+    """Draw maps_K.png of each checkpoint; gains, distances and weights of all: PNG and CSV in the folder."""
     from mhc.eval.common.page import Drawn
     from mhc.eval.common.palette import styles_of_kinds
     from mhc.eval.common.sheet import Sheet
@@ -192,7 +192,7 @@ _CURVES: tuple[tuple[str, str, tuple[tuple[str, str], ...], str, bool], ...] = (
 
 
 def summary(one: Mappings) -> dict[str, Any]:
-    """What mappings.json says of a checkpoint."""
+    """Return what mappings.json says of a checkpoint."""
     probe = one.probe
     peaks = {
         f"peak_{direction}_{extent}_gain": float(np.max(probe[f"gain/{direction}_{extent}_mean"]))
@@ -248,8 +248,12 @@ def page(every: Sequence[Mappings], drawn: Sequence[Drawn]) -> str:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """The command line; returns the exit code. Raises UserError for a mistake."""
-    parser = cli.Parser(prog="python -m eval.mappings", description="Pictures of a checkpoint's residual maps.")
+    """Run the command line; return the exit code. Raises UserError for a mistake."""
+    parser = cli.Parser(
+        description="Pictures of a checkpoint's residual maps.",
+        example="{prog} --checkpoint runs/mhc --out report",
+        fields=checkpoints.FIELDS,
+    )
     checkpoints.add_arguments(parser, several=True)
     parser.add_argument("--sequences", type=int, help="of the validation set; without: monitor.probe_sequences")
     parser.add_argument("--out", required=True, metavar="DIR", help="folder for the page, the figures and the numbers")

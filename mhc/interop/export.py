@@ -130,6 +130,10 @@ def model_file(config: Config) -> str:
     from mhc.residual import runner as numpy_form
     from mhc.rng import path_key
 
+    for field, usual in (("attention.kind", ("heads", "mla")), ("head.classes", (None,))):
+        value = configs.value_of(config, field)
+        if value not in usual:
+            raise UserError(f"{field}={value}: it cannot be exported: model.py computes texts by attention")
     refused = f"residual.kind={config.residual.kind}: it cannot be exported in our names"
     runner = build_topology(config, path_key(jax.random.key(0))).numpy_form()
     if runner is None:

@@ -118,7 +118,7 @@ _FUNCTION = {
     "mlp": None,
     "moe": ("experts", "top_k", "width", "shared", "dense_layers", "score", "normalize", "scale", "balance"),
     "norm": ("kind", "placement", "final", "embedding", "eps"),
-    "head": ("tied", "softcap"),
+    "head": ("tied", "softcap", "classes"),
 }
 
 

@@ -49,6 +49,8 @@ def _attention_multiplies(config: Config) -> int:
         projections = queries + latent + a.heads * values * d
     else:
         projections = d * (2 * a.heads * query + 2 * config.kv_heads * query)
+    if a.kind == "tokenwise":
+        return projections
     attended = length / 2  # positions that a query sees on average
     if a.window is not None and a.window < length:
         windowed = a.window - a.window * a.window / (2 * length)
@@ -75,4 +77,4 @@ def flops_per_token(config: Config) -> int:
     topology = build_topology(config, path_key(jax.random.key(0)))
     connections = sum(topology.multiplies(k) for k in range(2 * layers)) + topology.end_multiplies()
     blocks = layers * _attention_multiplies(config) + connections + feed_forward
-    return 3 * 2 * (blocks + d * config.vocab_size)
+    return 3 * 2 * (blocks + d * config.outputs)

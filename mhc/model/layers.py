@@ -68,11 +68,11 @@ class Embedding(nnx.Module):
 
 
 class Head(nnx.Module):
-    """Holds the output projection [D, V] of an untied head."""
+    """Holds the output projection of an untied head: [D, V], or [D, C] with head.classes."""
 
     def __init__(self, config: Config, *, key: PathKey):
         d = config.model.width
-        self.kernel = kernel(config, key / "kernel", (d, config.vocab_size), d)
+        self.kernel = kernel(config, key / "kernel", (d, config.outputs), d)
 
 
 def output_logits(

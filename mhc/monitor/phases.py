@@ -57,7 +57,8 @@ class Phases:
     """The phases of one thread, one after the other, and their seconds.
 
     ``with phases("data") as span:`` enters one; ``beat()`` says within it that the run gets on. Time within a phase
-    that lies in another counts to both. What jax compiles in the thread is seen while ``listening``.
+    that lies in another counts to both. What jax compiles in the thread is seen while ``listening``. A trace of
+    jax.profiler shows the phases by name.
     """
 
     def __init__(self) -> None:
@@ -77,7 +78,8 @@ class Phases:
         self._phase, self._since, self._lowering = phase, began, False
         self._known = phase in self._entered or phase not in (*PROGRAMS, "start")
         try:
-            yield span
+            with jax.profiler.TraceAnnotation(phase):
+                yield span
         finally:
             now = time.monotonic()
             span.seconds = now - began

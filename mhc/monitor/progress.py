@@ -47,18 +47,22 @@ class Progress:
         self._first: tuple[int, float] | None = None  # step and time of the first record: compilation is behind it
         self._shown = -math.inf
         self._open = False  # a terminal line without its newline
-        self._validated: tuple[int, float] | None = None  # step and bits per byte of the last validation
+        self._validated: tuple[int, str] | None = None  # step and value, in words, of the last validation
 
     def write(self, record: Record) -> None:
-        """Take a step's metrics: ``step``, ``loss``, ``tokens_per_second``; ``val_bits_per_byte`` when there is one."""
+        """Take a step's metrics: ``step``, ``loss``, ``tokens_per_second``; ``val_loss`` and
+        ``val_bits_per_byte`` where it validated.
+        """
         if not self._every:
             return
         step, now = int(record["step"]), self._clock()
         if self._first is None:
             self._first = (step, now)
-        validated = "val_bits_per_byte" in record and record["val_bits_per_byte"] is not None
+        validated = record.get("val_loss", record.get("val_bits_per_byte")) is not None
         if validated:
-            self._validated = (step, float(record["val_bits_per_byte"]))
+            bits = record.get("val_bits_per_byte")
+            loss = f"{record.get('val_loss', math.nan):.4f} nats/token"
+            self._validated = (step, loss if bits is None else f"{float(bits):.4f} bits/byte")
         last = step >= self._total
         due = last or validated or step % self._every == 0
         if self._tty:
@@ -94,8 +98,8 @@ class Progress:
         width = len(str(self._total))
         parts = [f"step {step:{width}d}/{self._total}", f"loss {float(record['loss']):.4f}"]
         if self._validated is not None:
-            when, bits = self._validated
-            parts.append(f"val {bits:.4f} bits/byte" + ("" if when == step else f" at step {when}"))
+            when, value = self._validated
+            parts.append(f"val {value}" + ("" if when == step else f" at step {when}"))
         parts.append(f"{float(record['tokens_per_second']):,.0f} tokens/s")
         assert self._first is not None
         first_step, first_time = self._first

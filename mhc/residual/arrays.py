@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mhc.errors import did_you_mean
+from mhc.kernels.checks import is_whole
 
 if TYPE_CHECKING:
     from jax.typing import ArrayLike
@@ -45,6 +46,12 @@ def named(params: Mapping[str, ArrayLike], names: Iterable[str], function: str) 
             near = did_you_mean(name, [str(key) for key in params if key not in names])
             raise ValueError(f"{function} takes the parameters {', '.join(names)}; {name} is missing{near}")
     return {name: params[name] for name in names}
+
+
+def check_count(name: str, count: object) -> None:
+    """Refuse what is no whole number of at least 1. Raises ValueError."""
+    if not is_whole(count) or int(count) < 1:  # type: ignore[call-overload]
+        raise ValueError(f"{name} must be at least 1 and a whole number, got {count!r}")
 
 
 def check_streams(name: str, x: Any) -> tuple[int, int]:

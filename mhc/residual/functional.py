@@ -24,8 +24,9 @@ from typing import TYPE_CHECKING, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from mhc.kernels.presets import SINKHORN_PRESETS, check_sinkhorn
-from mhc.residual.arrays import check_axes, check_leading, check_square, check_streams, named, promoted
+from mhc.kernels.checks import SINKHORN_PRESETS, check_sinkhorn
+from mhc.residual.arrays import check_axes, check_count, check_leading, check_square, check_streams, named, promoted
+from mhc.residual.initial import PRESETS, draws, hc_params, head_params, mhc_alpha, mhc_bias, mhc_params, mhc_phi
 from mhc.residual.mixing import Mixing, mixing_of
 from mhc.residual.mixing.kronecker import kronecker_mixture
 from mhc.residual.mixing.permutations import permutation_mixture
@@ -35,17 +36,25 @@ if TYPE_CHECKING:
     from jax.typing import ArrayLike
 
 __all__ = [
+    "PRESETS",
     "SINKHORN_PRESETS",
     "Gains",
     "Maps",
     "collapse_head",
     "composite_gains",
     "composite_maps",
+    "draws",
     "hc_maps",
+    "hc_params",
+    "head_params",
     "kronecker_mixture",
     "maps_from_logits",
+    "mhc_alpha",
+    "mhc_bias",
     "mhc_logits",
     "mhc_maps",
+    "mhc_params",
+    "mhc_phi",
     "normed_projection",
     "permutation_mixture",
     "read",
@@ -77,8 +86,7 @@ def residual_logits(kind: str, n: int) -> int:
     Raises:
       ValueError: unknown kind, or an N that the kind does not have (mhc_lite: at most 5, kromhc: powers of two).
     """
-    if isinstance(n, bool) or not hasattr(n, "__index__") or n < 1:
-        raise ValueError(f"n must be at least 1 and a whole number, got {n!r}")
+    check_count("n", n)
     return mixing_of(kind).logits(n)
 
 

@@ -7,6 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from mhc.residual import initial
+from mhc.residual.arrays import promoted
 from mhc.residual.runner import StreamRunner
 from mhc.residual.streams import StreamConnection, StreamTopology, TokenMaps
 from mhc.rng import PathKey
@@ -16,8 +18,7 @@ class HyperConnectionMaps(StreamConnection):
     """Static maps b plus, when dynamic, a bounded correction that each stream's normalised content decides.
 
     Parameters, float32: b_pre [N], b_post [N], b_res [N, N]; dynamic: w_pre [D], w_post [D], w_res [D, N], alpha [3].
-    Init ``hc``: w = 0, alpha = 0.01, b_pre one-hot at the home stream k mod N, b_post = 1, b_res = I, so that the
-    network is the plain residual network.
+    They start from ``functional.hc_params``.
     """
 
     def __init__(
@@ -32,25 +33,27 @@ class HyperConnectionMaps(StreamConnection):
         rms_eps: float = 1e-6,
     ):
         self.n, self.dynamic, self.tanh, self.rms_eps = n, dynamic, tanh, rms_eps
-        self.b_pre = nnx.Param(jax.nn.one_hot(k % n, n, dtype=jnp.float32))
-        self.b_post = nnx.Param(jnp.ones((n,), jnp.float32))
-        self.b_res = nnx.Param(jnp.eye(n, dtype=jnp.float32))
+        start = initial.hc_params(n, width, k=k, alpha=alpha, dynamic=dynamic)
+        self.b_pre = nnx.Param(start["b_pre"])
+        self.b_post = nnx.Param(start["b_post"])
+        self.b_res = nnx.Param(start["b_res"])
         if dynamic:
-            self.w_pre = nnx.Param(jnp.zeros((width,), jnp.float32))
-            self.w_post = nnx.Param(jnp.zeros((width,), jnp.float32))
-            self.w_res = nnx.Param(jnp.zeros((width, n), jnp.float32))
-            self.alpha = nnx.Param(jnp.full((3,), 0.01 if alpha is None else alpha, jnp.float32))
+            self.w_pre = nnx.Param(start["w_pre"])
+            self.w_post = nnx.Param(start["w_post"])
+            self.w_res = nnx.Param(start["w_res"])
+            self.alpha = nnx.Param(start["alpha"])
 
     def token_maps(self, x: jax.Array) -> TokenMaps:
         lead = x.shape[:-2]
-        static = [p[...] for p in (self.b_pre, self.b_post, self.b_res)]
+        # In float32 or wider, also where somebody has cast the parameters.
+        static = [promoted(b=p[...])[0] for p in (self.b_pre, self.b_post, self.b_res)]
         b_pre, b_post, b_res = (b.reshape(*b.shape, *(1,) * len(lead)) for b in static)
         if not self.dynamic:
             spread = (jnp.broadcast_to(b, (*b.shape[: b.ndim - len(lead)], *lead)) for b in (b_pre, b_post, b_res))
             return TokenMaps(*spread)
         # The three projections are one matmul; its row r of stream j is (m_j . w_r), tokens last.
         w = jnp.concatenate([self.w_pre[...][:, None], self.w_post[...][:, None], self.w_res[...]], axis=1)  # [D, 2+N]
-        xw = x.astype(jnp.promote_types(x.dtype, w.dtype))
+        xw, w = promoted(x=x, w=w)
         scale = jax.lax.rsqrt(jnp.mean(xw * xw, axis=-1) + self.rms_eps)  # [..., N]
         raw = jnp.moveaxis((xw @ w) * scale[..., None], (-1, -2), (0, 1))  # [2+N, N, ...]
         raw = jnp.tanh(raw) if self.tanh else raw

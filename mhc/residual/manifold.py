@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
@@ -12,26 +11,13 @@ import numpy as np
 from flax import nnx
 
 from mhc import kernels
-from mhc.kernels.presets import check_sinkhorn
+from mhc.kernels.checks import check_sinkhorn
+from mhc.residual import initial
 from mhc.residual.mixing import Mixing, configured
 from mhc.residual.mixing.sinkhorn import Sinkhorn
 from mhc.residual.runner import Runner
 from mhc.residual.streams import StreamConnection, StreamTopology, TokenMaps
 from mhc.rng import PathKey, path_key
-
-
-def initial_bias(mixing: Mixing, init: str, n: int, home: int | jax.Array, res_gap: float) -> jax.Array:
-    """Return the bias [2N+R] of a preset: pre, post, then res logits. ``home``, the sublayer's home stream, may be
-    traced."""
-    if init in ("fanin", "v4"):
-        return jnp.zeros((2 * n + mixing.logits(n),), jnp.float32)
-    res = mixing.initial(n, 8.0 if init == "home" else res_gap)
-    if init == "home":
-        at_home = 2.0 * jax.nn.one_hot(home, n, dtype=jnp.float32) - 1.0
-        return jnp.concatenate([at_home, at_home, res])
-    # equivalent: the streams are read as their mean (17 saturates the sigmoid in float32), each gets the output once.
-    read_mean = -math.log(n - 1) if n > 1 else 17.0
-    return jnp.concatenate([jnp.full((n,), read_mean, jnp.float32), jnp.zeros((n,), jnp.float32), res])
 
 
 class ManifoldMaps(StreamConnection):
@@ -44,16 +30,13 @@ class ManifoldMaps(StreamConnection):
         t = topology
         self.n, self.mixing, self.preset = t.n, t.mixing, t.preset
         self.rms_eps, self.map_eps = t.rms_eps, t.map_eps
-        shape = (t.n, t.width, 2 * t.n + t.mixing.logits(t.n))
-        std = {"home": 0.0, "equivalent": (t.n * t.width) ** -0.5, "fanin": (t.n * t.width) ** -0.5, "v4": 0.02}[t.init]
-        alpha = {"home": 0.01, "equivalent": 0.0, "fanin": 0.01, "v4": 1.0}[t.init] if t.alpha is None else t.alpha
-        self.phi = nnx.Param(
-            std * jax.random.normal((path_key(rngs) / "phi").key, shape, jnp.float32)
-            if std
-            else jnp.zeros(shape, jnp.float32)
+        key = (path_key(rngs) / "phi").key if initial.draws(t.init) else None
+        start = initial.mhc_params(
+            t.n, t.width, kind=t.mixing, init=t.init, k=k, key=key, alpha=t.alpha, res_gap=t.res_gap
         )
-        self.alpha = nnx.Param(jnp.full((3,), alpha, jnp.float32))
-        self.bias = nnx.Param(initial_bias(t.mixing, t.init, t.n, k % t.n, t.res_gap))
+        self.phi = nnx.Param(start["phi"].reshape(t.n, t.width, -1))
+        self.alpha = nnx.Param(start["alpha"])
+        self.bias = nnx.Param(start["bias"])
 
     def token_maps(self, x: jax.Array) -> TokenMaps:
         n = self.n

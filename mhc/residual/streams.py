@@ -10,6 +10,7 @@ from flax import nnx
 
 from mhc import kernels
 from mhc.residual import functional
+from mhc.residual.arrays import check_axes
 from mhc.residual.functional import Maps
 from mhc.residual.protocol import Connection, ResidualTopology
 from mhc.rng import PathKey, path_key
@@ -55,14 +56,18 @@ class StreamConnection(Connection):
 
 
 class LearnedCollapse(nnx.Module):
-    """The ``head`` collapse of DeepSeek-V4: ``collapse_head``. Init: fn [N, D, N] std 0.02, base [N] 0, scale [1] 1."""
+    """Collapses streams as DeepSeek-V4 does, by ``functional.collapse_head``.
+
+    Parameters, float32: fn [N, D, N], base [N], scale [1]. They start from ``functional.head_params``.
+    """
 
     def __init__(self, n: int, width: int, *, rms_eps: float, map_eps: float, rngs: nnx.Rngs | PathKey):
         key = path_key(rngs)
         self.rms_eps, self.map_eps = rms_eps, map_eps
-        self.fn = nnx.Param(0.02 * jax.random.normal((key / "fn").key, (n, width, n), jnp.float32))
-        self.base = nnx.Param(jnp.zeros((n,), jnp.float32))
-        self.scale = nnx.Param(jnp.ones((1,), jnp.float32))
+        start = functional.head_params(n, width, key=(key / "fn").key)
+        self.fn = nnx.Param(start["fn"].reshape(n, width, n))
+        self.base = nnx.Param(start["base"])
+        self.scale = nnx.Param(start["scale"])
 
     def __call__(self, x: jax.Array) -> jax.Array:
         n, d = x.shape[-2:]
@@ -102,6 +107,7 @@ class StreamTopology(ResidualTopology):
             self.head = LearnedCollapse(n, width, rms_eps=rms_eps, map_eps=map_eps, rngs=path_key(rngs) / "head")
 
     def expand(self, h: jax.Array) -> jax.Array:
+        check_axes("h", h, ("D", self.width))
         return jnp.broadcast_to(h[..., None, :], (*h.shape[:-1], self.n, h.shape[-1]))
 
     def collapse(self, state: jax.Array) -> jax.Array:

@@ -93,7 +93,7 @@ def first_nan(trainer: Trainer, params: Params, batch: Batch, completed: int) ->
         micro = micro_batches(counted(config, batch), accumulation)
 
         def objective(rows: Batch) -> jax.Array:
-            return loss_parts(definition, _with_faults(trainer, params, completed), rows).objective
+            return loss_parts(definition, _with_faults(trainer, params, completed), rows).sums.objective
 
         return jax.lax.map(objective, micro)
 

@@ -23,9 +23,9 @@ HELD_LOGITS = 2**25
 
 
 class LossSums(NamedTuple):
-    """Sums over the valid targets of a batch, float32 scalars, and the largest logit."""
+    """Holds sums over the valid targets of some tokens, and their largest logit; float32 scalars."""
 
-    objective: jax.Array  # nll plus the z-loss
+    objective: jax.Array  # nll plus the head's z-loss
     nll: jax.Array  # nats
     log_z: jax.Array
     log_z_square: jax.Array
@@ -33,7 +33,7 @@ class LossSums(NamedTuple):
     by_source: jax.Array  # nats [K] of a mixture's sources; [0] without one
 
     def join(self, other: LossSums) -> LossSums:
-        """Of both parts together."""
+        """Return the sums over the tokens of both."""
         added = jax.tree.map(jnp.add, self, other)
         return added._replace(logit_max=jnp.maximum(self.logit_max, other.logit_max))
 
@@ -63,7 +63,10 @@ def _sums(
     if options.columns > vocabulary:
         logits = jnp.where(jnp.arange(options.columns) < vocabulary, logits, jnp.finfo(logits.dtype).min)
     log_z = jax.nn.logsumexp(logits, axis=-1)
-    at_target = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
+    if jnp.issubdtype(targets.dtype, jnp.integer):
+        at_target = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
+    else:  # a distribution over the classes
+        at_target = jnp.sum(logits * targets, axis=-1)
     each = (log_z - at_target) * weights
     nll, square = jnp.sum(each), jnp.sum(jnp.square(log_z) * weights)
     return LossSums(
@@ -159,19 +162,20 @@ _chunked.defvjp(_chunked_forward, _chunked_backward)
 def chunk_length(config: Config, rows: int, length: int) -> int:
     """Tokens of each of ``rows`` rows whose logits are held at once: head.chunk, or the largest divisor of the length
     that keeps to HELD_LOGITS."""
-    most = config.head.chunk or max(HELD_LOGITS // (rows * config.vocab_size), 1)
+    most = config.head.chunk or max(HELD_LOGITS // (rows * config.outputs), 1)
     return max(d for d in range(1, length + 1) if length % d == 0 and d <= max(most, 1))
 
 
 def cross_entropy(
     decoder: Decoder,
     h: Float[Array, "B T D"],
-    targets: Int[Array, "B T"],
+    targets: Int[Array, "B T"] | Float[Array, "B T C"],
     weights: Float[Array, "B T"],
     member: Float[Array, "B K"] | None = None,
 ) -> LossSums:
     """Sums of the cross-entropy of hidden states before the head, with softcap and z-loss as configured.
 
+    Targets are ids, or distributions [B, T, C] over the C outputs: the cross-entropy is log Z − Σ_c p_c logit_c.
     ``member``: 1 where a row is of a source, for the sums by source; None: there are none.
 
     Logits exist for ``chunk_length`` tokens a row at a time, and over a mesh each device adds up its own rows before
@@ -182,7 +186,7 @@ def cross_entropy(
     weight = decoder.head_weight
     shards = math.prod(mesh.shape[axis] for axis in sharding.BATCH_AXES) if mesh is not None else 1
     split = mesh.shape["tensor"] if mesh is not None else 1
-    columns = -(-config.vocab_size // split) * split
+    columns = -(-config.outputs // split) * split
     options = _Options(config.head.tied, config.head.softcap, config.head.z_loss, columns)
     rows, length = h.shape[0] // shards, h.shape[1]
     chunk = chunk_length(config, max(rows, 1), length)

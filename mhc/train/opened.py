@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -19,10 +20,12 @@ from mhc.data.corpus import fidelity
 from mhc.data.shards.manifest import manifest_hash
 from mhc.errors import UserError
 from mhc.files import write_json
+from mhc.model.decoder import Params
 from mhc.model.flops import count_parameters, flops_per_token
 from mhc.monitor import probes
 from mhc.monitor.phases import Phases, device_memory
 from mhc.monitor.progress import Progress
+from mhc.sharding import put_whole
 from mhc.train import corpus, start
 from mhc.train.checkpoint import Checkpoints
 from mhc.train.record import Alarm, Record, wall_seconds
@@ -50,7 +53,7 @@ class Opened:
       trainer: the compiled functions.
       checkpoints, record, progress: what the run writes.
       phases: where its time goes.
-      probe: the compiled probe; None: there are no probes.
+      probe: measures parameters on the run's probe batch; None: there are no probes.
       data_start: position of the data before the first step.
       state: the train state, on the devices.
       standing: how far the run is; its ``seconds`` are those before this process opened it.
@@ -68,7 +71,7 @@ class Opened:
     record: Record
     progress: Progress
     phases: Phases
-    probe: Any
+    probe: Callable[[Params], dict[str, jax.Array]] | None
     data_start: dict[str, Any]
     state: TrainState
     standing: Standing
@@ -154,7 +157,7 @@ class Opened:
         """
         if self.probe is not None:
             with self.phases("probe"):
-                values = jax.device_get(self.probe(self.state.params, self.setup.probe_batch))
+                values = jax.device_get(self.probe(self.state.params))
             self.record.probe(self.standing.step, values, metrics)
 
     # ------------------------------------------------------------------------------------------------- there and back
@@ -163,7 +166,7 @@ class Opened:
         """Begin a checkpoint of the state, unless its step has one."""
         if self.checkpoints.latest() == self.standing.step:
             return
-        with self.phases("checkpoint"):
+        with self.phases("checkpoint"), jax.transfer_guard("allow"):  # orbax fetches the state as it likes
             position = pipeline.merge_states(distributed.gather(self.setup.data.get_state()))
             standing = dataclasses.replace(self.standing, data=position, seconds=self.seconds)
             with distributed.together():
@@ -183,7 +186,7 @@ class Opened:
         self.checkpoints.drop_after(step or 0)
         self.record.close()
         before = self.standing
-        with self.phases("rewind"):
+        with self.phases("rewind"), jax.transfer_guard("allow"):
             self.state, self.standing = restored(self.setup, self.trainer, self.checkpoints, self.data_start, step)
         self.standing.rewinds = before.rewinds + 1
         self.standing.seconds = before.seconds  # the clock of this process goes on
@@ -261,7 +264,10 @@ def open_run(
         write_json(setup.home.files / "config.json", configs.to_dict(config))
     checkpoints = Checkpoints(place, config.checkpoint)
     closing.callback(checkpoints.close)
-    probe = None if setup.probe_batch is None else probes.compile_probe(trainer.definition, setup.mesh)
+    probe = None
+    if setup.probe_batch is not None:
+        compiled = probes.compile_probe(trainer.definition, setup.mesh)
+        probe = functools.partial(compiled, batch=put_whole(setup.probe_batch, setup.mesh))
     wall_before = wall_seconds(setup.home.files / "metrics.jsonl") if setup.primary else 0.0
     latest = checkpoints.latest()
     # A run that started within the data knows from its checkpoint of step 0 where that was.

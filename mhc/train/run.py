@@ -120,7 +120,8 @@ class Run:
             with self.phases("start"):
                 self.opened = open_run(setup, progress, self.phases, closing, self._faults)
             if self.opened.standing.step < config.train.steps:
-                self._loop(self.opened)
+                with jax.transfer_guard("disallow"):  # a transfer that is not meant would make every step wait
+                    self._loop(self.opened)
             return self._finish(self.opened, log)
 
     def _step(self) -> int:
@@ -147,15 +148,16 @@ class Run:
         run.last_time = time.perf_counter()
         pending: Pending | None = None
         while run.standing.step < config.train.steps and run.halted is None and not self._stop.poll():
-            position = data.get_state()
-            with phases("data"):
-                batch = next(data)
-            with phases("step"):
-                run.state, metrics = in_order(run.trainer.step(run.state, put_batch(batch, mesh)), mesh)
-            run.standing.step += 1
-            before, pending = pending, Pending(run.standing.step, metrics, batch, position)
-            if before is not None and (alarm := run.log(before)):
-                pending = act(run, alarm, before, pending)
+            with jax.profiler.StepTraceAnnotation("train", step_num=run.standing.step + 1):
+                position = data.get_state()
+                with phases("data"):
+                    batch = next(data)
+                with phases("step"):
+                    run.state, metrics = in_order(run.trainer.step(run.state, put_batch(batch, mesh)), mesh)
+                run.standing.step += 1
+                before, pending = pending, Pending(run.standing.step, metrics, batch, position)
+                if before is not None and (alarm := run.log(before)):
+                    pending = act(run, alarm, before, pending)
 
             step = run.standing.step
             last = step == config.train.steps

@@ -17,7 +17,7 @@ from mhc.model.decoder import STACKS, DecoderDefinition, Params
 from mhc.model.parameters import GROUPS, parameter
 from mhc.monitor import guard
 from mhc.sharding import batch_sharding, jit, replicated, shardings, traced_for
-from mhc.train.loss import cross_entropy
+from mhc.train.loss import LossSums, cross_entropy
 from mhc.train.optimizer import learning_rate, make_optimizer, map_paths
 from mhc.xla_options import known_options
 
@@ -36,21 +36,23 @@ class TrainState(NamedTuple):
 
 
 class LossParts(NamedTuple):
-    """Sums over the valid targets of a batch, float32 scalars, the largest logit, and what routers left."""
+    """Holds what a forward pass over a batch gives, float32.
 
-    objective: jax.Array  # nll plus the head's z-loss
-    nll: jax.Array  # nats
-    log_z: jax.Array
-    log_z_square: jax.Array
-    logit_max: jax.Array
-    by_source: jax.Array  # nats [K] of a mixture's sources; [0] without one
-    weight: jax.Array  # valid targets
-    source_weight: jax.Array  # valid targets [K] of the sources
-    router: dict[str, jax.Array]  # load [L', E] in tokens; balance and z [L']; empty without experts
+    Attributes:
+      sums: of the cross-entropy over the valid targets.
+      weight: number of valid targets.
+      source_weight: number of valid targets [K] by source of a mixture; [0] without one.
+      router: load [L', E] in tokens, balance and z [L'] of the L' layers with experts; empty without.
+    """
+
+    sums: LossSums
+    weight: jax.Array
+    source_weight: jax.Array
+    router: dict[str, jax.Array]
 
     def join(self, other: LossParts) -> LossParts:
-        """Of both batches together; balance and z add up."""
-        return jax.tree.map(jnp.add, self, other)._replace(logit_max=jnp.maximum(self.logit_max, other.logit_max))
+        """Return the parts of both batches together; balance and z add up."""
+        return jax.tree.map(jnp.add, self, other)._replace(sums=self.sums.join(other.sums))
 
 
 def counted(config: Config, batch: Batch) -> Batch:
@@ -62,19 +64,24 @@ def counted(config: Config, batch: Batch) -> Batch:
 
 
 def loss_parts(definition: DecoderDefinition, params: Params, batch: Batch) -> LossParts:
-    """Cross-entropy of a batch (tokens, targets, segment_ids, positions [B, T] int32, weights [B, T] float32).
+    """Return the cross-entropy of a batch, and what its experts' routers did.
 
-    Of a mixture ``sources`` [B] int32 says which source each row is of.
+    Args:
+      batch: tokens, targets, segment_ids, positions [B, T] int32 and weights [B, T] float32; of a mixture also sources
+        [B] int32, the number of each row's source. A posterior [B, T, C] float32, where there is one, stands for the
+        targets.
     """
     decoder = definition.bind(params)
     hidden = decoder.forward(batch["tokens"], batch["segment_ids"], batch["positions"])
     member = None
     if "sources" in batch:
         member = jax.nn.one_hot(batch["sources"], len(shares(definition.config.data.source)))
-    sums = cross_entropy(decoder, hidden.h, batch["targets"], batch["weights"], member)
+    targets = batch.get("posterior", batch["targets"])
+    with jax.named_scope("loss"):
+        sums = cross_entropy(decoder, hidden.h, targets, batch["weights"], member)
     weights = batch["weights"]
     by_source = jnp.zeros(0) if member is None else jnp.sum(jnp.sum(weights, axis=1, keepdims=True) * member, axis=0)
-    return LossParts(*sums, weight=jnp.sum(weights), source_weight=by_source, router=hidden.router)
+    return LossParts(sums, weight=jnp.sum(weights), source_weight=by_source, router=hidden.router)
 
 
 def micro_batches(batch: Batch, accumulation: int) -> Batch:
@@ -100,7 +107,7 @@ def loss_and_gradients(
     def objective(params: Params, micro: Batch) -> tuple[jax.Array, LossParts]:
         parts = loss_parts(definition, params, micro)
         router = {name: leaf if name == "load" else leaf / accumulation for name, leaf in parts.router.items()}
-        value = parts.objective / total
+        value = parts.sums.objective / total
         if router and config.moe.balance == "auxiliary":
             value += config.moe.balance_loss * jnp.sum(router["balance"])
         if router and config.moe.z_loss:
@@ -121,7 +128,8 @@ def loss_and_gradients(
 
     shapes = jax.eval_shape(objective, params, jax.tree.map(lambda a: a[0], micro))[1]
     parts = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
-    start = (jax.tree.map(jnp.zeros_like, params), parts._replace(logit_max=jnp.full((), -jnp.inf)))
+    parts = parts._replace(sums=parts.sums._replace(logit_max=jnp.full((), -jnp.inf)))
+    start = (jax.tree.map(jnp.zeros_like, params), parts)
     (grads, parts), _ = jax.lax.scan(add, start, micro)
     return parts, grads
 
@@ -252,7 +260,7 @@ class Trainer:
         config, faults = self.config, self.faults
         start = state.params if faults.params is None else faults.params(state.step, state.params)
         parts, grads = loss_and_gradients(self.definition, start, batch, config.train.accumulation)
-        loss = parts.nll / jnp.maximum(parts.weight, 1.0)
+        loss = parts.sums.nll / jnp.maximum(parts.weight, 1.0)
         loss = loss if faults.loss is None else faults.loss(state.step, loss)
         grads = grads if faults.gradients is None else faults.gradients(state.step, grads)
         grads = map_paths(lambda path, g: jnp.zeros_like(g) if _untrained_gamma(config, path) else g, grads)
@@ -260,15 +268,17 @@ class Trainer:
         metrics: dict[str, Any] = {"grad": norms(grads)}
         verdict, guard_state = guard.judge(config, state.guard, loss, grad_norm)
 
-        scale = jnp.ones(()) if verdict.scale is None else verdict.scale
-        if config.optimizer.clip_norm is not None:
-            scale = scale * jnp.minimum(1.0, config.optimizer.clip_norm / jnp.maximum(scale * grad_norm, 1e-30))
-        grads = jax.tree.map(lambda g: g * scale, grads)
-        updates, opt_state = self.optimizer.update(grads, state.opt_state, state.params)
-        rate = learning_rate(config, state.step - state.skipped)  # a skipped update leaves the schedule where it was
-        updates = jax.tree.map(lambda u: rate * u, updates)
-        params = optax.apply_updates(state.params, updates)
-        params = scheduled(config, balanced(config, params, parts.router), state.step - state.skipped + 1)
+        with jax.named_scope("optimizer"):
+            scale = jnp.ones(()) if verdict.scale is None else verdict.scale
+            if config.optimizer.clip_norm is not None:
+                scale = scale * jnp.minimum(1.0, config.optimizer.clip_norm / jnp.maximum(scale * grad_norm, 1e-30))
+            grads = jax.tree.map(lambda g: g * scale, grads)
+            updates, opt_state = self.optimizer.update(grads, state.opt_state, state.params)
+            applied = state.step - state.skipped  # a skipped update leaves the schedule where it was
+            rate = learning_rate(config, applied)
+            updates = jax.tree.map(lambda u: rate * u, updates)
+            params = optax.apply_updates(state.params, updates)
+            params = scheduled(config, balanced(config, params, parts.router), applied + 1)
 
         def keep(new: Any, old: Any) -> Any:
             return jax.tree.map(lambda a, b: jnp.where(verdict.apply, a, b), new, old)
@@ -298,8 +308,8 @@ class Trainer:
             "update_norm": jnp.where(verdict.apply, optax.tree.norm(updates), 0.0),
             "param_norm": optax.tree.norm(following.params),
             "lr": rate,
-            "logit_max": parts.logit_max,
-            "log_z": parts.log_z / jnp.maximum(parts.weight, 1.0),
+            "logit_max": parts.sums.logit_max,
+            "log_z": parts.sums.log_z / jnp.maximum(parts.weight, 1.0),
             "skipped": following.skipped,
             "nonfinite": following.nonfinite,
         }
@@ -308,7 +318,7 @@ class Trainer:
         if parts.router:
             metrics["router"] = parts.router
         if "sources" in batch:
-            metrics |= {"source_nll": parts.by_source, "source_tokens": parts.source_weight.astype(jnp.int32)}
+            metrics |= {"source_nll": parts.sums.by_source, "source_tokens": parts.source_weight.astype(jnp.int32)}
         if verdict.spike is not None:
             metrics |= {"z_loss": verdict.z_loss, "z_grad_norm": verdict.z_grad_norm, "skip": ~verdict.apply}
         if verdict.scale is not None:
@@ -319,4 +329,4 @@ class Trainer:
         batch = counted(self.config, batch)
         parts = loss_parts(self.definition, params, batch)
         text = jnp.sum(jnp.where(batch["weights"] > 0, batch["target_bytes"], 0))
-        return {"nll": parts.nll, "weight": parts.weight, "bytes": text}
+        return {"nll": parts.sums.nll, "weight": parts.weight, "bytes": text}

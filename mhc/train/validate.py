@@ -60,8 +60,8 @@ def validate(
 
 
 def _measures(sums: Mapping[str, float], suffix: str, lost: float) -> dict[str, float | None]:
-    bits = sums["nll"] / math.log(2) / sums["bytes"] if sums["bytes"] else math.nan
+    told = lost <= fidelity.LIMIT and sums["bytes"] > 0  # symbols of a task stand for no text
     return {
         f"val_loss{suffix}": sums["nll"] / max(sums["weight"], 1.0),
-        f"val_bits_per_byte{suffix}": bits if lost <= fidelity.LIMIT else None,
+        f"val_bits_per_byte{suffix}": sums["nll"] / math.log(2) / sums["bytes"] if told else None,
     }

@@ -1,4 +1,4 @@
-"""train.py as a user mistypes it: one line on stderr, exit code 2, nothing written."""
+"""Test train.py as a user mistypes it: one line on stderr, exit code 2, nothing written."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ def get_config(layers='3'):
 
 
 def load(*overrides: str, path: str = DEMO) -> Config:
-    """The Config of a file and overrides."""
-    parser = cli.Parser()
+    """Return the Config of a file and overrides."""
+    parser = cli.Parser(example="", fields=cli.EVERY_FIELD)
     parser.add_argument("--workdir")
     return cli.load_config(path, overrides, parser)
 
 
 def run(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    """train.py in a process of its own."""
+    """Run train.py in a process of its own."""
     command = [sys.executable, str(ROOT / "train.py"), *arguments]
     return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=60, check=False)
 
@@ -59,7 +59,7 @@ def test_a_text_after_the_file_goes_to_get_config(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("override", "said"),
+    ("override", "words"),
     [
         ("--config.residual.kidn=hc", "did you mean residual.kind?"),
         ("--config.train.steps=abc", "train.steps: given 'abc', allowed: an int >= 1"),
@@ -70,14 +70,14 @@ def test_a_text_after_the_file_goes_to_get_config(tmp_path: Path) -> None:
         ("--config", "unknown argument --config"),
     ],
 )
-def test_a_mistyped_override_is_told(override: str, said: str) -> None:
+def test_a_mistyped_override_is_told(override: str, words: str) -> None:
     with pytest.raises(UserError) as caught:
         load(override)
-    assert said in str(caught.value)
+    assert words in str(caught.value)
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "words"),
     [
         ("def get_config(:\n", "mine.py, line 1: invalid syntax"),
         ("import os\n", "mine.py: it defines no get_config()"),
@@ -91,12 +91,12 @@ def test_a_mistyped_override_is_told(override: str, said: str) -> None:
         ),
     ],
 )
-def test_a_config_file_that_does_not_load_is_told_with_its_line(text: str, said: str, tmp_path: Path) -> None:
+def test_a_config_file_that_does_not_load_is_told_with_its_line(text: str, words: str, tmp_path: Path) -> None:
     file = tmp_path / "mine.py"
     file.write_text(text)
     with pytest.raises(UserError) as caught:
         load(path=str(file))
-    assert said in str(caught.value)
+    assert words in str(caught.value)
 
 
 def test_a_missing_config_file_is_told_with_its_neighbour() -> None:
@@ -105,7 +105,7 @@ def test_a_missing_config_file_is_told_with_its_neighbour() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "words"),
     [
         ([], "--config"),
         (["--config", DEMO], "--workdir is required"),
@@ -121,7 +121,11 @@ def test_a_missing_config_file_is_told_with_its_neighbour() -> None:
     ],
 )
 def test_train_refuses(
-    arguments: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    arguments: list[str],
+    words: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit) as left:
@@ -130,7 +134,7 @@ def test_train_refuses(
     out, error = capsys.readouterr()
     assert error.startswith("error: ")
     assert error.count("\n") == 1
-    assert said in error
+    assert words in error
     assert out == ""
     assert not list(tmp_path.iterdir())
 

@@ -1,4 +1,4 @@
-"""Configuration: what a mistake is answered with; nothing is lost on the way from file to dataclass to JSON."""
+"""Test the configuration: the messages for mistakes, and that no value is lost from file to dataclass to JSON."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from mhc.errors import UserError
 
 
 def make(**fields: Any) -> Config:
-    """The Config of ``group__field=value`` arguments."""
+    """Return the Config of ``group__field=value`` arguments."""
     tree: dict[str, dict[str, Any]] = {}
     for name, value in fields.items():
         group, _, leaf = name.partition("__")
@@ -234,12 +234,12 @@ MISTAKES = [
 ]
 
 
-@pytest.mark.parametrize(("fields", "said"), MISTAKES, ids=lambda value: value[:40] if isinstance(value, str) else "")
-def test_a_mistake_is_one_line_that_says_what_is_allowed(fields: dict[str, Any], said: str) -> None:
+@pytest.mark.parametrize(("fields", "words"), MISTAKES, ids=lambda value: value[:40] if isinstance(value, str) else "")
+def test_a_mistake_is_one_line_that_says_what_is_allowed(fields: dict[str, Any], words: str) -> None:
     with pytest.raises(UserError) as caught:
         make(**fields)
     message = str(caught.value)
-    assert said in message
+    assert words in message
     assert "\n" not in message
 
 
@@ -382,7 +382,7 @@ def test_resolve_refuses_a_vocabulary_smaller_than_the_tokeniser() -> None:
 
 
 def resolved(**fields: Any) -> Config:
-    """The resolved Config of ``group__field=value`` arguments, for a vocabulary of 258."""
+    """Return the resolved Config of ``group__field=value`` arguments, for a vocabulary of 258."""
     return config_lib.resolve(make(**fields), vocab_size=258)
 
 

@@ -1,4 +1,4 @@
-"""JSON that is nested as deep as no one means it: a line, wherever the project reads JSON."""
+"""Test that JSON that is nested absurdly deep is refused in one line, wherever the project reads JSON."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mhc.data.corpus.prepared import Prepared
 from mhc.data.shards.manifest import MANIFEST
 from mhc.errors import UserError
 from mhc.eval.common import prompts
-from mhc.eval.regression import __main__ as regression
+from mhc.eval.regression import golden as golden_files
 from mhc.files import read_json, read_jsonl
 from mhc.grid import folder as grid_folder
 from mhc.interop import HfFolder
@@ -59,7 +59,7 @@ READERS: dict[str, Callable[[Path, str], Any]] = {
     "prepared": lambda folder, text: Prepared(
         config.DataConfig(), str(written(folder / MANIFEST, text).parent), "train", whole=True
     ),
-    "golden": lambda folder, text: regression.read(golden(folder / "a.npz", text)),
+    "golden": lambda folder, text: golden_files.read(golden(folder / "a.npz", text)),
     "safetensors": lambda folder, text: SafetensorsFile(safetensors(folder / "a.safetensors", text)),
     "hugging face": lambda folder, text: HfFolder(written(folder / "config.json", text).parent).config,
     "table": lambda folder, text: table.main([str(written(folder / "a.json", text))]),

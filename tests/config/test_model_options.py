@@ -1,4 +1,4 @@
-"""Options of the model: what does not go together is refused with the reason; the ready configs count as published."""
+"""Test options of the model: bad combinations are refused with a reason; ready configs have the published sizes."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_what_resolve_fills_in_is_accepted_again() -> None:
 
 def ready(name: str, kind: str = "mhc") -> Config:
     overrides = [f"--config.residual.kind={kind}"]
-    config = cli.load_config(str(ROOT / "configs" / f"{name}.py"), overrides, cli.Parser())
+    config = cli.load_config(str(ROOT / "configs" / f"{name}.py"), overrides)
     return resolve(config, config.model.vocab_size or 258)
 
 
@@ -95,7 +95,7 @@ def ready(name: str, kind: str = "mhc") -> Config:
     ],
 )
 def test_the_papers_models_count_as_published(name: str, total: str, active: str, vocabulary: str) -> None:
-    """Its Table 5; nothing is allocated."""
+    """The counts are those of its Table 5; nothing is allocated."""
 
     def rounded(count: int) -> str:
         return f"{count / 1e9:#.3g}B" if count >= 1e9 else f"{count / 1e6:.0f}M"

@@ -1,4 +1,4 @@
-"""The configuration as a package: it needs the standard library alone, and no two of its modules need each other."""
+"""Test the package mhc.config: it needs only the standard library, and no two of its modules need each other."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_it_loads_no_package_of_others() -> None:
 
 
 def test_each_module_can_be_imported_first() -> None:
-    """With a circle among them one that is imported first would fail, the package's own face left aside."""
+    """In a circle of imports the module that is imported first would fail; the package's face is left out."""
     assert len(MODULES) > 5
     code = (
         "import sys, types\n"

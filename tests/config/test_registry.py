@@ -1,4 +1,4 @@
-"""The table of kinds, which the configuration reads without jax, against what mhc.residual builds."""
+"""Test the table of kinds, which the configuration reads without jax, against what mhc.residual builds."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ by_name = pytest.mark.parametrize("kind", OWN, ids=lambda kind: kind.name)
 
 
 def config(kind: str, **fields: object) -> ResidualConfig:
-    """The configuration's residual group, its combinations checked."""
+    """Return the configuration's residual group, its combinations checked."""
     return config_lib.from_config_dict({"residual": {"kind": kind, **fields}}).residual
 
 
 def leaves(topology: nnx.Module) -> dict[str, tuple[int, ...]]:
-    """Shapes of a module's parameters by path."""
+    """Return the shapes of a module's parameters by path."""
     tree = nnx.to_pure_dict(nnx.state(topology))
     return {sharding.path_of(path): leaf.shape for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
 
@@ -141,16 +141,16 @@ def test_an_unknown_option_is_refused_with_the_nearest() -> None:
 
 
 def test_a_config_is_one_value_however_it_is_made_or_sent() -> None:
-    made = ResidualConfig(kind="plain", scale=0.5, iters=3, rms_eps=1e-3)
-    assert made == ResidualConfig(kind="plain", rms_eps=1e-3, iters=3, scale=0.5)
-    assert hash(made) == hash(pickle.loads(pickle.dumps(made)))
-    assert made == pickle.loads(pickle.dumps(made)) == copy.deepcopy(made) == dataclasses.replace(made)
-    assert made.flat() == {
+    built = ResidualConfig(kind="plain", scale=0.5, iters=3, rms_eps=1e-3)
+    assert built == ResidualConfig(kind="plain", rms_eps=1e-3, iters=3, scale=0.5)
+    assert hash(built) == hash(pickle.loads(pickle.dumps(built)))
+    assert built == pickle.loads(pickle.dumps(built)) == copy.deepcopy(built) == dataclasses.replace(built)
+    assert built.flat() == {
         **{"kind": "plain", "n": None, "init": None, "collapse": None},
         **{"scale": 0.5, "iters": 3, "rms_eps": 1e-3},
     }
     with pytest.raises(AttributeError, match="no residual kind has an option 'speed'"):
-        _ = made.speed
+        _ = built.speed
 
 
 @pytest.mark.parametrize(("streams", "n"), [((16,), 16), ((1,), 1), ((2, 8), 2), ((8, 16), 8), (tuple(range(1, 9)), 4)])
@@ -194,9 +194,9 @@ def test_a_kind_that_contradicts_itself_or_others_is_refused(kind: kinds.Kind, w
 
 @by_name
 def test_what_preserves_a_function_is_a_config_of_the_kind(kind: kinds.Kind) -> None:
-    made = config(kind.name, **kind.preserving)
-    assert not made.apart_from_plain
-    assert made.is_plain == (kind.name == "plain")
+    built = config(kind.name, **kind.preserving)
+    assert not built.apart_from_plain
+    assert built.is_plain == (kind.name == "plain")
 
 
 @by_name
@@ -207,10 +207,10 @@ def test_every_parameter_is_declared_with_its_axes(kind: kinds.Kind) -> None:
         return [topology, topology.connection(0, rngs=nnx.Rngs(0))]
 
     topology, connection = nnx.eval_shape(make)
-    found = {f"residual/{path}": shape for path, shape in leaves(topology).items()}
-    found |= {f"x_residual/{path}": shape for path, shape in leaves(connection).items()}
-    assert {path.removeprefix("x_residual/") for path in found if path[0] == "x"} == set(kind.parameters)
-    for path, shape in found.items():
+    shapes = {f"residual/{path}": shape for path, shape in leaves(topology).items()}
+    shapes |= {f"x_residual/{path}": shape for path, shape in leaves(connection).items()}
+    assert {path.removeprefix("x_residual/") for path in shapes if path[0] == "x"} == set(kind.parameters)
+    for path, shape in shapes.items():
         assert len(sharding.logical_axes(path, len(shape))) == len(shape)
         assert parameter(path).group == "maps" and not parameter(path).decay
 
@@ -235,9 +235,9 @@ def test_options_of_the_configuration_change_the_topology() -> None:
     assert topology("plain", scale=0.5).scale == 0.5
     assert topology("hc", n=3, tanh=False).n == 3
     assert not topology("hc", tanh=False).tanh
-    made = topology("mhc", n=2, init="v4", sinkhorn="deepseek", iters=7, alpha=0.3, collapse="sum", res_gap=1.0)
-    assert (made.n, made.init, made.preset, made.mixing.iters, made.alpha) == (2, "v4", "deepseek", 7, 0.3)
-    assert (made.mode, made.res_gap) == ("sum", 1.0)
+    built = topology("mhc", n=2, init="v4", sinkhorn="deepseek", iters=7, alpha=0.3, collapse="sum", res_gap=1.0)
+    assert (built.n, built.init, built.preset, built.mixing.iters, built.alpha) == (2, "v4", "deepseek", 7, 0.3)
+    assert (built.mode, built.res_gap) == ("sum", 1.0)
 
 
 def test_a_builder_that_does_not_take_a_declared_option_is_refused() -> None:
@@ -265,8 +265,8 @@ def test_a_row_is_all_that_a_file_of_the_package_needs() -> None:
         for row in rows:
             kinds.declare(row)
             assert row.name in residual.kinds() and row.name not in protocol._REGISTRY
-            made = from_config(row.name)
-            assert type(made).__name__ in ("Normed", "ManifoldHyperConnections")
+            built = from_config(row.name)
+            assert type(built).__name__ in ("Normed", "ManifoldHyperConnections")
         turning = from_config("row_of_mhc", places=3)
         assert isinstance(turning.mixing, topologies.Turning) and turning.mixing.places == 3
         maps = residual.functional.mhc_maps(
@@ -280,7 +280,7 @@ def test_a_row_is_all_that_a_file_of_the_package_needs() -> None:
 
 
 def from_config(kind: str, **fields: object) -> Any:
-    """The topology of a decoder of this kind."""
+    """Return the topology of a decoder of this kind."""
     whole = config_lib.from_config_dict({"residual": {"kind": kind, **fields}, "model": {"width": 8}})
     return nnx.eval_shape(lambda: build_topology(whole, path_key(jax.random.key(0))))
 

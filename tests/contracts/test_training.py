@@ -109,7 +109,7 @@ def test_the_step_is_the_same_however_it_is_computed(case: Case) -> None:
     """Kept or recomputed, on one device or on a data × fsdp × tensor mesh of eight, scanned or unrolled."""
     start = initial_of(case)
     parts, grads = gradient(case.group)(start)
-    loss, norm = parts.nll / parts.weight, optax.tree.norm(grads)
+    loss, norm = parts.sums.nll / parts.weight, optax.tree.norm(grads)
     assert np.isfinite(float(norm))
     assert float(norm) > 0
     before, slope = by_path(start), by_path(grads)

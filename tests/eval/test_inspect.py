@@ -17,8 +17,12 @@ from mhc.eval.common import rows as corpora
 from mhc.eval.common.checkpoints import Checkpoint
 from mhc.eval.common.statistics import ratio
 from mhc.eval.inspect import __main__ as inspect
-from mhc.eval.inspect import interventions
-from mhc.eval.inspect.interventions import Case
+from mhc.eval.inspect import ablation, patching
+from mhc.eval.inspect import patterns as attention_patterns
+from mhc.eval.inspect import profile as profiles
+from mhc.eval.inspect import rows as inspected
+from mhc.eval.inspect.ablation import Case
+from mhc.eval.inspect.views.attention import NOTE
 from mhc.eval.perplexity.score import score
 from mhc.monitor import probes
 from mhc.sharding import make_mesh
@@ -56,8 +60,8 @@ def made(kind: str = "mhc", **groups: Any) -> Checkpoint:
 def test_a_profile_is_that_of_the_probes(loaded):
     batch = probes.probe_batch(loaded.config)
     probe = probes.compile_probe(loaded.definition, loaded.mesh)(loaded.params, batch)
-    rows = interventions.read_rows(loaded, "validation", len(batch["tokens"]), 1)
-    one = interventions.profile(loaded, rows)
+    rows = inspected.read_rows(loaded, "validation", len(batch["tokens"]), 1)
+    one = profiles.profile(loaded, rows)
     assert one.tokens == (batch["segment_ids"] > 0).sum()
     for found, name in (
         (one.residual.value, "activation/residual_rms"),
@@ -95,9 +99,9 @@ def test_dead_heads_change_nothing_and_the_one_that_lives_is_found(loaded):
     core = {**attention, "out": attention["out"] * (1.0 - dead)}
     blocks = {**loaded.params["blocks"], "attention": {**loaded.params["blocks"]["attention"], "core": core}}
     checkpoint = loaded._replace(params={**loaded.params, "blocks": blocks})
-    rows = interventions.read_rows(checkpoint, "validation", 0, 8)
-    ablater = interventions.Ablater(checkpoint, rows)
-    which = [*interventions.cases(checkpoint.config), Case("heads", None, ((0, 1), (1, 1)))]
+    rows = inspected.read_rows(checkpoint, "validation", 0, 8)
+    ablater = ablation.Ablater(checkpoint, rows)
+    which = [*ablation.cases(checkpoint.config), Case("heads", None, ((0, 1), (1, 1)))]
     zero = ablater.ablate(which)
     corpus = corpora.packed(checkpoint.config, "validation", rows=0, batch_size=8)
     sums = score(checkpoint, corpus).sums
@@ -112,14 +116,14 @@ def test_dead_heads_change_nothing_and_the_one_that_lives_is_found(loaded):
     np.testing.assert_allclose([change["attention 1"], change["heads 0.1 1.1"]], lives, rtol=1e-5)
     assert change["attention 0"] == change["attention 2"] == 0.0
     assert change["block 0"] == change["feed-forward 0"] != 0.0
-    marked = interventions.differs(zero.change, 6)
+    marked = ablation.differs(zero.change, 6)
     assert not {case.name for case, mark in zip(which[:6], marked, strict=False) if mark} - {"head 1.1"}
 
     compiled: Any = ablater.program.compiled
     programs = compiled._cache_size()
     head = [which[3]]
     assert head[0].name == "head 1.1"
-    means = interventions.mean_outputs(checkpoint, rows)
+    means = ablation.mean_outputs(checkpoint, rows)
     for factor, given in ((0.5, None), (0.0, means)):
         assert ablater.ablate(head, factor, given).change.value[0] not in (0.0, lives)
     assert ablater.ablate(head, 1.0).change.value[0] == 0.0
@@ -130,7 +134,7 @@ def test_dead_heads_change_nothing_and_the_one_that_lives_is_found(loaded):
     np.testing.assert_allclose(means.outputs[1, 0], joined, rtol=1e-4, atol=1e-6)
     # Padding counts nowhere.
     padded = rows._replace(batches=[*rows.batches, {name: 0 * array for name, array in rows.batches[0].items()}])
-    np.testing.assert_array_equal(interventions.mean_outputs(checkpoint, padded).heads, means.heads)
+    np.testing.assert_array_equal(ablation.mean_outputs(checkpoint, padded).heads, means.heads)
 
 
 def test_a_mark_is_for_what_noise_does_not_do():
@@ -138,23 +142,23 @@ def test_a_mark_is_for_what_noise_does_not_do():
     sums = np.random.default_rng(0).standard_normal((64, 1000))
     sums[:, 7] += 10 / 8
     change = ratio(sums, np.ones(64))
-    np.testing.assert_array_equal(np.flatnonzero(interventions.differs(change, 1000)), [7])
-    assert 20 < interventions.differs(change, 1).sum() < 100  # one at a time, noise would be marked
-    assert not interventions.differs(ratio(sums[:1], np.ones(1)), 1).any()
+    np.testing.assert_array_equal(np.flatnonzero(ablation.differs(change, 1000)), [7])
+    assert 20 < ablation.differs(change, 1).sum() < 100  # one at a time, noise would be marked
+    assert not ablation.differs(ratio(sums[:1], np.ones(1)), 1).any()
 
 
 def test_the_control_is_of_other_heads():
     config = small(model={"layers": 3}, attention={"heads": 4})
     without = [(0, 0), (2, 3)]
-    draws = interventions.random_heads(config, 3, 50, seed=1, without=without)
+    draws = ablation.random_heads(config, 3, 50, seed=1, without=without)
     assert len(draws) == 50 and {len(set(case.heads)) for case in draws} == {3}
     drawn = {head for case in draws for head in case.heads}
     assert drawn == {(layer, head) for layer in range(3) for head in range(4)} - set(without)
-    assert draws == interventions.random_heads(config, 3, 50, seed=1, without=without)
-    assert draws != interventions.random_heads(config, 3, 50, seed=2, without=without)
-    assert interventions.random_heads(config, 11, 5, seed=1, without=without) == []
+    assert draws == ablation.random_heads(config, 3, 50, seed=1, without=without)
+    assert draws != ablation.random_heads(config, 3, 50, seed=2, without=without)
+    assert ablation.random_heads(config, 11, 5, seed=1, without=without) == []
     control = np.arange(19.0)
-    assert [interventions.chance(value, control) for value in (-1.0, 18.0, 19.0)] == [1.0, 0.1, 0.05]
+    assert [ablation.chance(value, control) for value in (-1.0, 18.0, 19.0)] == [1.0, 0.1, 0.05]
 
 
 # Patching -------------------------------------------------------------------------------------------------------------
@@ -176,7 +180,7 @@ def test_a_patch_recovers_what_lies_where_the_prompts_differ(kind, groups):
     rng = np.random.default_rng(0)
     clean = rng.integers(0, VOCAB, 6).tolist()
     corrupted = [*clean[:2], (clean[2] + 1) % VOCAB, *clean[3:]]
-    state = interventions.patch(checkpoint, clean, corrupted, "state", batch_size=5)
+    state = patching.patch(checkpoint, clean, corrupted, "state", batch_size=5)
     assert state.everything == pytest.approx(1.0, abs=1e-5)
     assert state.share.shape == (3, 6)
     np.testing.assert_array_equal(state.share[:, :2], 0.0)
@@ -184,13 +188,13 @@ def test_a_patch_recovers_what_lies_where_the_prompts_differ(kind, groups):
     assert np.abs(state.share[1:, 3:]).max() > 1e-3
     assert state.difference[0, 2] == pytest.approx(state.clean, rel=1e-5)
     # The last block's feed-forward writes to the stream that is read out at the last position, and to no other.
-    output = interventions.patch(
+    output = patching.patch(
         checkpoint, clean, corrupted, "feed-forward", answer=state.answer, other=state.other, batch_size=64
     )
     assert relative_error([output.clean, output.corrupted], [state.clean, state.corrupted]) <= 1e-5
     np.testing.assert_array_equal(output.share[-1, :-1], 0.0)
     assert output.share[-1, -1] != 0.0
-    head = interventions.patch(checkpoint, clean, corrupted, "head", answer=state.answer, other=state.other)
+    head = patching.patch(checkpoint, clean, corrupted, "head", answer=state.answer, other=state.other)
     assert head.share.shape == (3, 2) and np.all(head.share != 0.0)
 
 
@@ -203,10 +207,10 @@ def test_each_variant_is_one_activation_of_its_row():
         ("feed-forward", "output_patch", [(2, 1, 2, 1), (0, 1, 3, 0)]),
         ("head", "head_patch", [(2, 2, at, 1) for at in range(5)] + [(0, 3, at, 0) for at in range(5)]),
     ):
-        edits = interventions._patches(variants, what, config, 6, 5)._asdict()
+        edits = patching._patches(variants, what, config, 6, 5)._asdict()
         assert set(zip(*np.nonzero(edits.pop(field)), strict=True)) == set(places)
         assert set(edits.values()) == {None}
-    everything = interventions._patches(["all"], "state", config, 6, 5)._asdict()["state_patch"]
+    everything = patching._patches(["all"], "state", config, 6, 5)._asdict()["state_patch"]
     assert set(zip(*np.nonzero(everything), strict=True)) == {(0, 1, at) for at in range(5)}
 
 
@@ -219,13 +223,13 @@ def test_a_mesh_changes_nothing(trained):
     found = []
     for devices in (jax.devices()[:1], jax.devices()):
         checkpoint = checkpoints.load(str(trained), devices=devices, changes={"mesh.fsdp": 2 if devices[1:] else 1})
-        rows = interventions.read_rows(checkpoint, "validation", 11, 3)
-        one = interventions.profile(checkpoint, rows)
-        means = interventions.mean_outputs(checkpoint, rows)
-        cut = interventions.Ablater(checkpoint, rows).ablate(interventions.cases(checkpoint.config), 0.0, means)
+        rows = inspected.read_rows(checkpoint, "validation", 11, 3)
+        one = profiles.profile(checkpoint, rows)
+        means = ablation.mean_outputs(checkpoint, rows)
+        cut = ablation.Ablater(checkpoint, rows).ablate(ablation.cases(checkpoint.config), 0.0, means)
         clean, corrupted = list(b"width of"), list(b"width or")
-        moved = interventions.patch(checkpoint, clean, corrupted, "state", answer=32, other=101)
-        patterns = interventions.patterns(checkpoint, clean, [(0, 1), (2, 0)])
+        moved = patching.patch(checkpoint, clean, corrupted, "state", answer=32, other=101)
+        patterns = attention_patterns.patterns(checkpoint, clean, [(0, 1), (2, 0)])
         found.append((one, means, cut, moved, [pattern.weights for pattern in patterns]))
     (one, means, cut, moved, seen), (one_8, means_8, cut_8, moved_8, seen_8) = found
     for name in ("residual", "output", "entropy", "first"):
@@ -269,7 +273,7 @@ def check_patch(text: str, found: dict[str, Any]) -> None:
 
 
 def check_attention(text: str, found: dict[str, Any]) -> None:
-    assert inspect.NOTE in text and [(one["layer"], one["head"]) for one in found["heads"]] == [(2, 0), (2, 1)]
+    assert NOTE in text and [(one["layer"], one["head"]) for one in found["heads"]] == [(2, 0), (2, 1)]
     weights = np.array(found["heads"][1]["weights"])
     assert weights.shape == (len(found["tokens"]),) * 2 and np.all(np.triu(weights, 1) == 0.0)
     np.testing.assert_allclose(weights.sum(axis=1), 1.0, rtol=1e-6)

@@ -24,7 +24,10 @@ from mhc.eval.common import checkpoints
 from mhc.eval.common import rows as corpora
 from mhc.eval.common.statistics import share_interval
 from mhc.eval.longcontext import __main__ as longcontext
-from mhc.eval.longcontext import needles, reach
+from mhc.eval.longcontext import corpus as corpus_of_text
+from mhc.eval.longcontext import evaluate as evaluation
+from mhc.eval.longcontext import needles, positions, sentences, tables
+from mhc.eval.longcontext.cost import Clock
 from mhc.eval.perplexity.score import score
 from mhc.files import read_json
 from mhc.sharding import make_mesh
@@ -34,16 +37,16 @@ from tests.small_runs import config, on_demand, resolved, run, snapshot
 BYTES = ByteTokenizer()
 RNG = np.random.default_rng(0)
 DOCUMENTS = [RNG.integers(97, 123, size).astype(np.int32) for size in (300, 0, 41, 500, 7)]
-LANGUAGES: dict[str, needles.Language] = {
-    "text": needles.Text(BYTES),
-    "other words": needles.Text(BYTES, "{key}={value};", "{key}->{value}"),
-    "ids": needles.RandomIds(np.arange(128, 160)),
+LANGUAGES: dict[str, sentences.Language] = {
+    "text": sentences.Text(BYTES),
+    "other words": sentences.Text(BYTES, "{key}={value};", "{key}->{value}"),
+    "ids": sentences.RandomIds(np.arange(128, 160)),
 }
 QUERY = {"text": len("\nThe secret number of Abcdef is"), "other words": len("\nAbcdef="), "ids": 5}
 
 
 def exam(language: str, score: needles.Score, samples: int = 6, candidates: int = 10) -> needles.Exam:
-    haystack = needles.Haystack(DOCUMENTS.__getitem__, len(DOCUMENTS), BYTES.encode("\n\n"))
+    haystack = corpus_of_text.Haystack(DOCUMENTS.__getitem__, len(DOCUMENTS), BYTES.encode("\n\n"))
     return needles.Exam(LANGUAGES[language], haystack, score, BYTES.bos_id, samples, candidates)
 
 
@@ -126,8 +129,8 @@ def test_a_haystack_is_its_documents_round_and_round():
     np.testing.assert_array_equal(hay.read((0, 0), 2 * len(whole) + 5), np.concatenate([whole, whole, whole[:5]]))
     np.testing.assert_array_equal(hay.read((3, 499), 9), np.concatenate([DOCUMENTS[3][-1:], [10, 10], whole[-9:-3]]))
     assert hay.read((4, 7), 0).shape == (0,)
-    empty = needles.Haystack(lambda number: np.zeros(0, np.int32), 3, BYTES.encode("\n\n"))
-    with pytest.raises(needles.UserError, match="the split has no token"):
+    empty = corpus_of_text.Haystack(lambda number: np.zeros(0, np.int32), 3, BYTES.encode("\n\n"))
+    with pytest.raises(sentences.UserError, match="the split has no token"):
         empty.read((0, 0), 4)
 
 
@@ -158,7 +161,7 @@ def _one(language: str) -> tuple[Any, np.ndarray]:
 
 
 def joiner(rows: Iterable[needles.Row]) -> list[needles.ValueScore]:
-    """A model that reads the sentences of ``needles.Text``, links too."""
+    """A model that reads the sentences of ``sentences.Text``, links too."""
     found = []
     for context, value in rows:
         text = BYTES.decode(context)
@@ -244,7 +247,7 @@ def test_values_are_scored_as_by_the_whole_logits(checkpoint):
     rng = np.random.default_rng(0)
     decoder = definition(checkpoint.config).bind(checkpoint.params)
     rows = [needles.Row(one[:20], one[20:]) for one in rows_of(rng, 5, 22)]
-    found = longcontext.ModelScore(checkpoint, 4)(rows)
+    found = evaluation.ModelScore(checkpoint, 4)(rows)
     for row, told in zip(rows, found, strict=True):
         ids = np.concatenate(row)
         log_p = np.asarray(jax.nn.log_softmax(decoder(jnp.asarray(ids[None, :-1]))[0]))[len(row.context) - 1 :]
@@ -257,7 +260,7 @@ def test_values_are_scored_as_by_the_whole_logits(checkpoint):
     others = [
         needles.Row(ids[:20], ids[20:] + np.array(change, np.int32)) for change in ([0] * 3, [1, 0, 0], [0, 0, 1])
     ]
-    assert [one.exact for one in longcontext.ModelScore(checkpoint, 4)(others)] == [True, False, False]
+    assert [one.exact for one in evaluation.ModelScore(checkpoint, 4)(others)] == [True, False, False]
 
 
 def test_at_the_trained_length_it_is_the_loss_by_context(checkpoint, tmp_path):
@@ -271,59 +274,59 @@ def test_at_the_trained_length_it_is_the_loss_by_context(checkpoint, tmp_path):
     here = checkpoint._replace(config=source)
     corpus = corpora.sliding(source, "validation", rows=0, batch_size=8, stride=length)
     known = score(here, corpus)
-    rows = reach.loss_rows(reach.open_corpus(source, "validation"), length, 1 + len(known.documents), 0)
+    rows = positions.loss_rows(corpus_of_text.open_corpus(source, "validation"), length, 1 + len(known.documents), 0)
     assert rows is not None and not rows.joined and rows.ids.shape == (len(known.documents), 1, length + 1)
-    nll = reach.position_losses(here, rows.ids, batch_size=8)
+    nll = positions.position_losses(here, rows.ids, batch_size=8)
     np.testing.assert_allclose(nll.mean(axis=0), known.by_position[:, 0] / known.by_position[:, 1], rtol=1e-5)
-    (first, second) = reach.buckets(nll, reach.octaves(length, length))
+    (first, second) = positions.buckets(nll, positions.octaves(length, length))
     assert (first["from"], first["to"], second["from"], second["to"]) == (1, length // 2, length // 2 + 1, length)
     np.testing.assert_allclose((first["loss"]["value"] + second["loss"]["value"]) / 2, nll.mean(), rtol=1e-12)
     assert first["loss"]["low"] < first["loss"]["value"] < first["loss"]["high"]
 
 
 def test_rows_of_the_loss_are_stretches_of_documents_or_all_of_them_joined(checkpoint):
-    corpus = reach.open_corpus(checkpoint.config, "train")
+    corpus = corpus_of_text.open_corpus(checkpoint.config, "train")
     every = [corpus.documents(number) for number in range(corpus.size)]
     long = [ids for ids in every if len(ids) > 100]
     for rows, shape in ((10, (10, 1, 101)), (3 * len(long) + 1, (len(long), 3, 101))):
-        alone = reach.loss_rows(corpus, 100, rows, 3)
+        alone = positions.loss_rows(corpus, 100, rows, 3)
         assert alone is not None and not alone.joined and alone.ids.shape == shape
         for own, ids in zip(alone.ids, long, strict=False):
             stretches = np.lib.stride_tricks.sliding_window_view(ids, 101)
             assert all((stretches == row).all(axis=1).any() for row in own)
         assert len({row.tobytes() for own in alone.ids for row in own}) > 0.8 * rows
-    joined = reach.loss_rows(corpus, 500, 4, 3)
+    joined = positions.loss_rows(corpus, 500, 4, 3)
     assert joined is not None and joined.joined and (joined.ids[..., 0] == BYTES.bos_id).all()
     text = BYTES.decode(joined.ids[..., 1:].ravel())
     assert "\n\n".join(BYTES.decode(ids) for ids in every).startswith(text[:-4])  # a character may be cut at the end
-    assert reach.loss_rows(corpus, 10**6, 4, 3) is None
+    assert positions.loss_rows(corpus, 10**6, 4, 3) is None
 
 
 def test_edges_of_positions():
-    assert reach.octaves(64, 256) == [0, 32, 64, 128, 256]
-    assert reach.octaves(64, 200) == [0, 32, 64, 128, 200]
-    assert reach.octaves(64, 64) == [0, 32, 64]
-    assert reach.octaves(64, 48) == [0, 48]
+    assert positions.octaves(64, 256) == [0, 32, 64, 128, 256]
+    assert positions.octaves(64, 200) == [0, 32, 64, 128, 200]
+    assert positions.octaves(64, 64) == [0, 32, 64]
+    assert positions.octaves(64, 48) == [0, 48]
     # Of a prefix that is seen both ways nothing counts but its last token, which sees no target.
     nll = np.arange(12.0).reshape(2, 6)
-    (one, other) = reach.buckets(nll, [0, 2, 4, 6], least=4)
+    (one, other) = positions.buckets(nll, [0, 2, 4, 6], least=4)
     assert (one["from"], one["to"], one["loss"]["value"]) == (4, 4, nll[:, 3].mean())
     assert (other["from"], other["to"], other["loss"]["value"]) == (5, 6, nll[:, 4:].mean())
 
 
 def test_scalings_are_those_of_the_config(checkpoint):
     rule = PositionsConfig.__dataclass_fields__["scaling"].metadata["rule"]
-    assert set(reach.SCALINGS) == set(rule.allowed())
+    assert set(positions.SCALINGS) == set(rule.allowed())
     own = checkpoint.config
-    found = reach.scalings(own, 64)
+    found = positions.scalings(own, 64)
     assert list(found) == ["none (as trained)", "linear ×4", "ntk ×4", "dynamic", "yarn ×4", "llama3 ×4"]
     assert found["none (as trained)"] is own
     trained = with_fields(own, positions={"scaling": "yarn", "factor": 2.0, "beta_fast": 16.0})
-    found = reach.scalings(trained, 64, ["none", "yarn", "linear"])
+    found = positions.scalings(trained, 64, ["none", "yarn", "linear"])
     assert list(found) == ["yarn ×2 (as trained)", "none", "linear ×4"] and found["none"].positions == own.positions
-    assert list(reach.scalings(own, 16)) == ["none (as trained)"]
+    assert list(positions.scalings(own, 16)) == ["none (as trained)"]
     alibi = with_fields(own, positions={"kind": "alibi"})
-    assert list(reach.scalings(alibi, 64)) == ["alibi (as trained)"]
+    assert list(positions.scalings(alibi, 64)) == ["alibi (as trained)"]
 
 
 @pytest.mark.long
@@ -332,8 +335,8 @@ def test_each_scaling_changes_what_is_beyond_the_trained_length(checkpoint):
     ids = rows_of(np.random.default_rng(0), 6, length).reshape(3, 2, length + 1)
     names = ["ntk", "dynamic"]
     losses = {
-        name: reach.position_losses(checkpoint._replace(config=one), ids, batch_size=8)
-        for name, one in reach.scalings(checkpoint.config, length, names).items()
+        name: positions.position_losses(checkpoint._replace(config=one), ids, batch_size=8)
+        for name, one in positions.scalings(checkpoint.config, length, names).items()
     }
     own, ntk, dynamic = losses.values()
     # Dynamic: as trained up to the trained length; in rows of four times that, as ntk of factor 4.
@@ -345,7 +348,7 @@ def test_each_scaling_changes_what_is_beyond_the_trained_length(checkpoint):
 def test_a_cache_has_the_bytes_of_its_keys_and_values(checkpoint):
     model, attention = checkpoint.config.model, checkpoint.config.attention
     ids = rows_of(np.random.default_rng(0), 1, 39)[0]
-    found = reach.Clock(checkpoint).measure(ids, new=7, repeats=2)
+    found = Clock(checkpoint).measure(ids, new=7, repeats=2)
     each = 2 * model.layers * attention.kv_heads * attention.head_dim * 4
     assert found["cache_bytes"] == 40 * each + 8  # the row's length and prefix, int32
     assert (found["length"], found["prompt"], found["steps"]) == (40, 33, 14)
@@ -391,20 +394,20 @@ def test_a_report_has_what_the_model_scored(checkpoint):
     options = longcontext._parser().parse_args(
         ["--checkpoint", "x", *SMALL, "--parts", "needles", "--lengths", "9", "32"]
     )
-    found = longcontext.evaluate(checkpoint, options)
-    corpus = reach.open_corpus(checkpoint.config, "validation")
-    score = longcontext.ModelScore(checkpoint, options.batch_size)
-    direct = needles.retrieval(longcontext._exam(corpus, options, score, 0), 32, options.depths)
+    found = evaluation.evaluate(checkpoint, options)
+    corpus = corpus_of_text.open_corpus(checkpoint.config, "validation")
+    score = evaluation.ModelScore(checkpoint, options.batch_size)
+    direct = needles.retrieval(evaluation._exam(corpus, options, score, 0), 32, options.depths)
     assert np.abs(direct.gain).min() > 0
     for place, cell in enumerate(found.report["retrieval"]):
         assert (cell["length"], cell["depth"], cell["samples"]) == (32, options.depths[place], 3)
         for measure in ("exact", "first", "gain"):
             np.testing.assert_allclose(cell[measure]["value"], getattr(direct, measure)[:, place].mean(), rtol=1e-6)
     assert found.report["notes"] == ["no needle in 9 tokens: needle and question alone take up to 17"]
-    lines = longcontext.text(found.report).splitlines()
+    lines = tables.text(found.report).splitlines()
     assert sum(line.startswith("32 ") for line in lines) == 4 and lines[-1].startswith("note: no needle in 9 tokens")
-    assert {one["value"] for one in longcontext.difference(found, found)} == {0.0}
-    assert longcontext.difference(found, found._replace(identity=("bytes", "other text"))) == []
+    assert {one["value"] for one in evaluation.difference(found, found)} == {0.0}
+    assert evaluation.difference(found, found._replace(identity=("bytes", "other text"))) == []
 
 
 @pytest.mark.long
@@ -438,7 +441,7 @@ def test_neither_batch_nor_mesh_matters(trained, tmp_path):
     )
     alone = checkpoints.load(str(trained("mhc")), devices=jax.devices()[:1])
     options = longcontext._parser().parse_args(["--checkpoint", "x", *SMALL, *parts])
-    third = longcontext.evaluate(alone, options).report
+    third = evaluation.evaluate(alone, options).report
     for part in ("retrieval", "loss"):
         for found in (other, third):
             a, b = (jax.tree.leaves(tree[part]) for tree in (one, found))
@@ -519,10 +522,10 @@ def test_a_corpus_of_ids_has_needles_of_its_own_ids(tmp_path, checkpoint):
     for number in range(20):
         np.save(tmp_path / "ids" / f"{number}.npy", rng.integers(40, 60, 90))
     source = with_fields(checkpoint.config, data={"source": f"tokens:{tmp_path}/ids/*.npy"})
-    corpus = reach.open_corpus(source, "validation")
+    corpus = corpus_of_text.open_corpus(source, "validation")
     options = longcontext._parser().parse_args(["--checkpoint", "x"])
-    made = longcontext._exam(corpus, options, copier(5), 0)
-    assert isinstance(made.language, needles.RandomIds)
+    made = evaluation._exam(corpus, options, copier(5), 0)
+    assert isinstance(made.language, sentences.RandomIds)
     contexts: list[np.ndarray] = []
 
     def score(rows: Iterable[needles.Row]) -> list[needles.ValueScore]:
@@ -553,7 +556,7 @@ def test_a_question_of_pieces_is_the_beginning_of_its_sentence(pieces: str, tmp_
     made.train_from_iterator(numbers, trainer)
     made.save(str(tmp_path / "tokenizer.json"))
     tokenizer = JsonTokenizer(tmp_path / "tokenizer.json")
-    language = needles.Text(tokenizer)
+    language = sentences.Text(tokenizer)
     rng = np.random.default_rng(0)
     values = language.values(rng, 30)
     assert values.shape[0] == 30 and len({row.tobytes() for row in values}) == 30
@@ -569,12 +572,12 @@ def test_numbers_are_told_apart_or_it_says_so():
         def encode(self, text: bytes | str) -> np.ndarray:
             return np.minimum(super().encode(text), 48)
 
-    with pytest.raises(needles.UserError, match="does not tell numbers apart; allowed: --ids"):
-        needles.Text(Deaf()).values(np.random.default_rng(0), 3)
-    with pytest.raises(needles.UserError, match="the text has 3 different ids, allowed: 4 or more"):
-        needles.RandomIds(np.arange(3))
-    with pytest.raises(needles.UserError, match="too few different ids"):
-        needles.RandomIds(np.arange(4)).values(np.random.default_rng(0), 9)
+    with pytest.raises(sentences.UserError, match="does not tell numbers apart; allowed: --ids"):
+        sentences.Text(Deaf()).values(np.random.default_rng(0), 3)
+    with pytest.raises(sentences.UserError, match="the text has 3 different ids, allowed: 4 or more"):
+        sentences.RandomIds(np.arange(3))
+    with pytest.raises(sentences.UserError, match="too few different ids"):
+        sentences.RandomIds(np.arange(4)).values(np.random.default_rng(0), 9)
 
 
 def test_an_answer_among_tokens_that_are_seen_both_ways_is_none(checkpoint):

@@ -282,7 +282,7 @@ def test_a_stream_that_explodes_is_a_signal_explosion(tmp_path, corpus, monkeypa
     original = Opened.log
 
     def log(run: Opened, pending: Pending, **due: bool) -> Any:
-        run.state = run.state._replace(params=jax.jit(exploding)(pending.step, run.state.params))
+        run.state = run.state._replace(params=jax.jit(exploding)(jax.device_put(pending.step), run.state.params))
         return original(run, pending, **due)
 
     monkeypatch.setattr(Opened, "log", log)
@@ -304,7 +304,7 @@ def test_a_representation_in_one_direction_is_a_collapse(tmp_path, corpus, monke
     original = Opened.log
 
     def log(run: Opened, pending: Pending, **due: bool) -> Any:
-        run.state = run.state._replace(params=jax.jit(collapsing)(pending.step, run.state.params))
+        run.state = run.state._replace(params=jax.jit(collapsing)(jax.device_put(pending.step), run.state.params))
         return original(run, pending, **due)
 
     monkeypatch.setattr(Opened, "log", log)

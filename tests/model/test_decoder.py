@@ -43,7 +43,7 @@ def gradient(config: Config) -> Any:
 
     def loss(params: Any, batch: Any) -> jax.Array:
         parts = loss_parts(definition, params, batch)
-        return parts.nll / parts.weight
+        return parts.sums.nll / parts.weight
 
     return jax.jit(jax.value_and_grad(loss))
 
@@ -345,7 +345,8 @@ def test_a_tied_head_is_the_embedding_and_no_leaf_of_its_own():
     assert relative_error(decoder.logits(h), expected) <= 1e-6
     # Its gradient is that of both uses: rows of tokens that never occur get the head's part.
     tokens = np.zeros_like(batch["tokens"])
-    grads = jax.jit(jax.grad(lambda params: loss_parts(definition, params, {**batch, "tokens": tokens}).nll))(params)
+    changed = {**batch, "tokens": tokens}
+    grads = jax.jit(jax.grad(lambda params: loss_parts(definition, params, changed).sums.nll))(params)
     assert np.all(np.abs(np.asarray(grads["embed"]["table"])).max(axis=1) > 0)
 
 

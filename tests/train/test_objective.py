@@ -28,11 +28,11 @@ def test_z_loss_is_part_of_the_objective_and_not_of_the_loss():
     params = initial(plain)
     parts, base = gradients(plain, params, batch)
     with_z, both = gradients(capped, params, batch)
-    assert float(with_z.nll) == pytest.approx(float(parts.nll), rel=1e-6)
+    assert float(with_z.sums.nll) == pytest.approx(float(parts.sums.nll), rel=1e-6)
 
     def square(params: Any) -> jax.Array:
         parts = loss_parts(trainer(plain).definition, params, jax.tree.map(jnp.asarray, batch))
-        return coefficient * parts.log_z_square / parts.weight
+        return coefficient * parts.sums.log_z_square / parts.weight
 
     assert distance(jax.tree.map(jnp.subtract, both, base), jax.jit(jax.grad(square))(params)) <= 1e-4
 
@@ -48,7 +48,7 @@ def test_targets_within_the_prefix_do_not_count():
     assert float(parts.weight) == counted.sum()
     validated = made.validate(params, {**batch, "target_bytes": np.ones_like(batch["targets"])})
     assert int(validated["bytes"]) == int(counted.sum()) and float(validated["weight"]) == counted.sum()
-    assert float(validated["nll"]) == pytest.approx(float(parts.nll), rel=1e-5)
+    assert float(validated["nll"]) == pytest.approx(float(parts.sums.nll), rel=1e-5)
 
 
 def scales(params: Any) -> dict[str, np.ndarray]:

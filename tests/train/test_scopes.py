@@ -17,7 +17,7 @@ from tests.contracts import topologies
 from tests.small import packed, small, trainer
 
 BLOCK = {"read", "write", "attention", "feed_forward"}
-ENDS = {"embed", "logits"}
+ENDS = {"embed", "logits", "loss"}
 
 
 @pytest.fixture(autouse=True)
@@ -51,7 +51,7 @@ def test_the_compiled_step_names_its_parts_forward_and_backward(kind):
     text = lowered(trainer(small(kind))).compile().as_text()
     # The plain residual's read is nothing, and its write an addition with nothing to compute in the backward pass.
     parts = (BLOCK | ENDS | {"maps"}) - ({"read", "maps"} if kind == "plain" else set())
-    assert parts <= scopes(text)
+    assert parts | {"optimizer"} <= scopes(text)
     assert parts - ({"write"} if kind == "plain" else set()) <= scopes(text, backward=True)
 
 
@@ -66,7 +66,7 @@ def test_a_kind_of_someone_else_is_named_without_a_word_of_its_own():
 def test_a_program_without_names_would_be_seen(monkeypatch):
     monkeypatch.setattr(jax, "named_scope", lambda name: contextlib.nullcontext())
     text = lowered(Trainer(small("mhc"), trainer(small("mhc")).mesh)).compile().as_text()
-    assert not (BLOCK | ENDS | {"maps"}) & scopes(text)
+    assert not (BLOCK | ENDS | {"maps", "optimizer"}) & scopes(text)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -22,6 +22,7 @@ from mhc.data.corpus.tfds import TensorFlowDataset, open_tfds
 from mhc.data.corpus.token_ids import TokenFiles
 from mhc.data.shards.records import Tokenised
 from mhc.data.user_files.local_copies import cache_directory
+from mhc.data.windtunnel.rows import refuse_documents
 
 Split = Literal["train", "validation"]
 
@@ -67,6 +68,7 @@ def open_source(data: DataConfig, split: Split) -> Source:
 
     Raises UserError for everything that is wrong with the corpus.
     """
+    refuse_documents(data)
     several = parts(data, split)
     if len(several) == 1:
         return _open_one(several[0][1], split)

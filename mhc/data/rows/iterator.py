@@ -10,7 +10,8 @@ import numpy as np
 
 from mhc.data.rows.mixture import Assignment
 from mhc.data.rows.order import Order
-from mhc.data.rows.packing import Batch, DocumentStream, empty_batch, fill_row
+from mhc.data.rows.packing import Batch
+from mhc.data.windtunnel.rows import TaskOrder
 
 PLACES = ("position", "offset")  # a row's: its state
 
@@ -35,8 +36,8 @@ class Packing(NamedTuple):
 class PackedDataset(grain.IterDataset):
     """Batches of packed rows over endless orders of documents; of a mixture also ``sources`` [rows] int32."""
 
-    def __init__(self, packing: Packing, orders: Sequence[Order]):
-        super().__init__([order.documents for order in orders])
+    def __init__(self, packing: Packing, orders: Sequence[Order | TaskOrder]):
+        super().__init__([order.documents for order in orders if isinstance(order, Order)])
         self._packing, self._orders = packing, orders
 
     def __iter__(self) -> PackedIterator:
@@ -46,17 +47,17 @@ class PackedDataset(grain.IterDataset):
 class PackedIterator(grain.DatasetIterator):
     """Its state is that of `Packing.start`."""
 
-    def __init__(self, packing: Packing, orders: Sequence[Order]):
+    def __init__(self, packing: Packing, orders: Sequence[Order | TaskOrder]):
         super().__init__()
         self._packing, self._orders = packing, orders
         self.set_state(packing.start())
 
     def __next__(self) -> Batch:
         rows, assign = self._packing.rows, self._packing.assign
-        batch = empty_batch(len(rows), self._packing.length)
+        batch = self._orders[0].empty(len(rows), self._packing.length)
         chosen = [0 if assign is None else assign(self._made, row) for row in rows]
         for index, number in enumerate(chosen):
-            fill_row(batch, index, self._streams[index][number])
+            self._streams[index][number].fill(batch, index)
         if assign is not None:
             batch["sources"] = np.asarray(chosen, np.int32)
         self._made += 1
@@ -74,7 +75,7 @@ class PackedIterator(grain.DatasetIterator):
         position, offset = (state[name].reshape(-1, self._packing.sources) for name in PLACES)
         self._streams = [
             [
-                DocumentStream(order.documents.__getitem__, int(place), self._packing.batch_size, int(taken))
+                order.stream(int(place), self._packing.batch_size, int(taken))
                 for order, place, taken in zip(self._orders, positions, offsets, strict=True)
             ]
             for positions, offsets in zip(position, offset, strict=True)

@@ -74,6 +74,10 @@ class DocumentStream:
             self.offset = stop
         return document.tokens[start:stop], document.tokens[start + 1 : stop + 1], document.target_bytes[start:stop]
 
+    def fill(self, batch: Batch, row: int) -> bool:
+        """Fill a row as `fill_row` does."""
+        return fill_row(batch, row, self)
+
 
 def empty_batch(rows: int, length: int) -> Batch:
     """A batch of padding: zeros of shape [rows, length], weights float32, the rest int32."""

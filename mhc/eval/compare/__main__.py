@@ -18,7 +18,8 @@ from mhc.eval.compare.write import compare
 def main(arguments: Sequence[str]) -> int:
     """Run the command line; return the exit code. Raises UserError for a mistake, DiskFull where the disk is full."""
     parser = cli.Parser(
-        prog="python -m eval.compare", description="Compare runs: report.html, summary.json, figures/*.png, data/*.csv."
+        description="Compare runs: report.html, summary.json, figures/*.png, data/*.csv.",
+        example="{prog} runs/demo",
     )
     parser.add_argument("paths", nargs="+", metavar="RUN_OR_FOLDER", help="a run, or a folder with runs below it")
     parser.add_argument(

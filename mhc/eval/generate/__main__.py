@@ -28,7 +28,10 @@ from mhc.eval.common.terminal import Progress
 
 
 def _parser() -> cli.Parser:
-    parser = cli.Parser(prog="python -m eval.generate", description="Generate text with a trained model.")
+    parser = cli.Parser(
+        description="Generate text with a trained model.",
+        example='{prog} --checkpoint runs/a --prompt "def main" --max_new_tokens 200',
+    )
     parser.add_argument("--checkpoint", required=True, metavar="RUN", help="run folder, or RUN/checkpoints/STEP")
     parser.add_argument("--step", type=int, help="the checkpoint's step; without: the last")
     parser.add_argument("--prompt", help="text to go on from; may be empty")
@@ -52,7 +55,7 @@ def _parser() -> cli.Parser:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """The command line; returns the exit code. Raises UserError for a mistake."""
+    """Run the command line; return the exit code. Raises UserError for a mistake."""
     options = _parser().parse_args(arguments)
     if (options.prompt is None) == (options.prompts is None):
         raise UserError("--prompt or --prompts: one of the two is needed")

@@ -1,4 +1,4 @@
-"""Questions whose answer stands once in a long text: what is hidden where, what is asked, how answers are judged.
+"""Ask questions whose answer stands once in a long text: what is hidden where, what is asked, how it is judged.
 
 A model enters as a function of rows (context, value) alone: whatever can score a value can be put in its place.
 """
@@ -6,35 +6,28 @@ A model enters as a function of rows (context, value) alone: whatever can score 
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from mhc.errors import UserError
-from mhc.eval.common.prompts import check_text
 from mhc.eval.common.statistics import Bounds, bounds, mean, share_interval
+from mhc.eval.longcontext.corpus import Haystack
+from mhc.eval.longcontext.sentences import Ids, Language
 
-if TYPE_CHECKING:
-    from mhc.data.tokenizers import Tokenizer
-
-Ids = np.ndarray  # int32 [n]
-STATEMENT = "The secret number of {key} is {value}."
-LINK = "{key} belongs to {value}."
 DECOYS = 2  # pairs beside the one that a joined question is about
 _PERMUTATIONS = 2000
 
 
 class Row(NamedTuple):
-    """What a model is given."""
+    """Holds what a model is given."""
 
     context: Ids  # all before the value, bos first
     value: Ids  # [M]
 
 
 class ValueScore(NamedTuple):
-    """What it makes of the value."""
+    """Holds what a model makes of a value."""
 
     log_prob: float  # nats, summed over the value's tokens
     exact: bool  # whether each of its tokens is the most probable one: greedy decoding would give the value
@@ -44,174 +37,16 @@ Score = Callable[[Iterable[Row]], Sequence[ValueScore]]  # rows of one call are 
 
 
 class TooShort(Exception):
-    """A question does not fit; ``needed``: tokens that the longest one takes without any other text."""
+    """Raised where a question does not fit; ``needed``: tokens that the longest one takes without any other text."""
 
     def __init__(self, needed: int):
         super().__init__(needed)
         self.needed = needed
 
 
-# Sentences ------------------------------------------------------------------------------------------------------------
-
-
-class Fact(NamedTuple):
-    """A sentence that gives a key its value; ``query`` alone asks for it."""
-
-    query: Ids
-    value: Ids
-    end: Ids
-
-    @property
-    def sentence(self) -> Ids:
-        return np.concatenate(self)
-
-
-class Language(Protocol):
-    """How facts are put into tokens."""
-
-    def keys(self, rng: np.random.Generator, count: int) -> list[Any]:
-        """So many, no two alike."""
-        ...
-
-    def values(self, rng: np.random.Generator, count: int) -> Ids:
-        """[count, M], no two alike."""
-        ...
-
-    def fact(self, key: Any, value: Ids) -> Fact: ...
-
-    def link(self, key: Any, other: Any) -> Ids:
-        """The sentence which says that what is true of ``other`` is true of ``key``."""
-        ...
-
-
-class Text:
-    """Sentences on lines of their own, about invented names and five-digit numbers.
-
-    Values are those numbers that the tokeniser spells with as many tokens as most, so that their probabilities compare.
-    """
-
-    def __init__(self, tokenizer: Tokenizer, statement: str = STATEMENT, link: str = LINK):
-        """Raises UserError as ``check_sentence``."""
-        check_sentence(statement, "--statement")
-        check_sentence(link, "--link")
-        self._encode, self._link = tokenizer.encode, link
-        lead, _, self._end = statement.partition("{value}")
-        self._lead = lead.rstrip(" ")
-        self._gap = lead[len(self._lead) :]  # tokenisers join a space to the word after it
-        rng = np.random.default_rng(0)
-        sizes = np.bincount([len(self._spelled(rng)) for _ in range(64)])
-        self._size = int(np.argmax(sizes))
-
-    def _spelled(self, rng: np.random.Generator) -> Ids:
-        return self._encode(f"{self._gap}{rng.integers(10_000, 100_000)}")
-
-    def keys(self, rng: np.random.Generator, count: int) -> list[str]:
-        found: dict[str, None] = {}
-        while len(found) < count:
-            syllables = (rng.choice(list("bdfgklmnprstvz")) + rng.choice(list("aeiou")) for _ in range(3))
-            found["".join(syllables).capitalize()] = None
-        return list(found)
-
-    def values(self, rng: np.random.Generator, count: int) -> Ids:
-        def spelled() -> Ids | None:
-            ids = self._spelled(rng)
-            return ids if len(ids) == self._size else None
-
-        return _different(spelled, count, "the tokeniser does not tell numbers apart; allowed: --ids")
-
-    def fact(self, key: str, value: Ids) -> Fact:
-        query = self._encode("\n" + self._lead.replace("{key}", key))
-        return Fact(query, value, self._encode(self._end + "\n"))
-
-    def link(self, key: str, other: str) -> Ids:
-        return self._encode("\n" + self._link.replace("{key}", key).replace("{value}", other) + "\n")
-
-
-def check_sentence(sentence: str, option: str) -> None:
-    """Raises UserError where {key} and, after it, {value} are not in it once each, and where it is not UTF-8."""
-    check_text(sentence, option)
-    before, _, after = sentence.partition("{value}")
-    if before.count("{key}") != 1 or "{key}" in after or sentence.count("{value}") != 1:
-        raise UserError(f"{option}: given {sentence!r}, allowed: a sentence with {{key}}, then {{value}}, once each")
-
-
-class RandomIds:
-    """Sequences of random ids: a mark, a key of four ids, a value of three. A link has a mark of its own."""
-
-    KEY, VALUE = 4, 3
-
-    def __init__(self, vocabulary: Ids, seed: int = 0):
-        """``vocabulary``: ids to draw from. Raises UserError for fewer than four."""
-        if len(vocabulary) < 4:
-            raise UserError(f"--ids: the text has {len(vocabulary)} different ids, allowed: 4 or more")
-        self._marks = np.random.default_rng(seed).choice(vocabulary, 2, replace=False).astype(np.int32)
-        self._vocabulary = np.setdiff1d(vocabulary, self._marks).astype(np.int32)
-
-    def _draw(self, rng: np.random.Generator, count: int, size: int) -> Ids:
-        return _different(
-            lambda: rng.choice(self._vocabulary, size), count, "--ids: the text has too few different ids"
-        )
-
-    def keys(self, rng: np.random.Generator, count: int) -> list[Ids]:
-        return list(self._draw(rng, count, self.KEY))
-
-    def values(self, rng: np.random.Generator, count: int) -> Ids:
-        return self._draw(rng, count, self.VALUE)
-
-    def fact(self, key: Ids, value: Ids) -> Fact:
-        return Fact(np.concatenate([self._marks[:1], key]), value, np.zeros(0, np.int32))
-
-    def link(self, key: Ids, other: Ids) -> Ids:
-        return np.concatenate([self._marks[1:], key, other])
-
-
-def _different(draw: Callable[[], Ids | None], count: int, problem: str) -> Ids:
-    """[count, M]; None of ``draw`` is left out. Raises UserError where new ones do not come."""
-    found: dict[bytes, Ids] = {}
-    for _ in range(100 * (count + 1)):
-        if len(found) == count:
-            return np.stack(list(found.values()))
-        ids = draw()
-        if ids is not None and len(ids):
-            found.setdefault(ids.tobytes(), ids)
-    raise UserError(problem)
-
-
-# The text around them -------------------------------------------------------------------------------------------------
-
-
-class Haystack:
-    """Documents end to end, read from anywhere, round and round."""
-
-    def __init__(self, document: Callable[[int], Ids], count: int, separator: Ids):
-        """``document``: number -> its ids, without bos and eos; ``separator``: ids between two."""
-        self._document, self._count, self._separator = functools.lru_cache(64)(document), count, separator
-
-    def start(self, rng: np.random.Generator) -> tuple[int, int]:
-        """A place: (document, token)."""
-        number = int(rng.integers(self._count))
-        return number, int(rng.integers(len(self._document(number)) + 1))
-
-    def read(self, start: tuple[int, int], length: int) -> Ids:
-        """``length`` ids from a place on. Raises UserError where no document has any."""
-        number, offset = start
-        parts, left, empty = [np.zeros(0, np.int32)], length, 0
-        while left > 0:
-            ids = self._document(number % self._count)
-            empty = 0 if len(ids) else empty + 1
-            if empty > self._count:
-                raise UserError("no text to hide anything in: the split has no token")
-            if len(ids):
-                piece = np.concatenate([ids[offset:], self._separator])[:left]
-                parts.append(piece)
-                left -= len(piece)
-            number, offset = number + 1, 0
-        return np.concatenate(parts).astype(np.int32)
-
-
 @dataclasses.dataclass(frozen=True)
 class Question:
-    """One sample: sentences to be hidden at depths of the text, what is asked, and what may be answered."""
+    """Describes a sample: sentences to hide at depths of the text, what is asked, and what may be answered."""
 
     sentences: tuple[Ids, ...]
     depths: tuple[float, ...]  # of each sentence: 0 before the text, 1 after it
@@ -221,13 +56,14 @@ class Question:
 
     @property
     def needed(self) -> int:
-        """Tokens without any text: bos, sentences, query, value."""
+        """Return the number of tokens without any text: bos, sentences, query, value."""
         return 1 + sum(map(len, self.sentences)) + len(self.query) + self.candidates.shape[1]
 
     def context(self, haystack: Haystack, length: int, bos: int, without: int | None = None) -> Ids:
-        """All before the value, so long that with it there are ``length`` tokens.
+        """Return all before the value, so long that with it there are ``length`` tokens.
 
-        ``without``: a sentence that is left out, and more text put in.
+        Args:
+          without: the number of a sentence that is left out, with more text in its place.
         """
         kept = [i for i in range(len(self.sentences)) if i != without]
         room = length - self.needed + (0 if without is None else len(self.sentences[without]))
@@ -241,7 +77,7 @@ class Question:
 
 
 def offset_of(depth: float, room: int) -> int:
-    """Tokens of the text before a sentence at this depth."""
+    """Return how many tokens of the text stand before a sentence at a depth from 0 to 1."""
     return int(depth * room + 0.5)
 
 
@@ -250,7 +86,7 @@ def offset_of(depth: float, room: int) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Exam:
-    """What is the same for all questions."""
+    """Describes what is the same for all questions."""
 
     language: Language
     haystack: Haystack
@@ -262,18 +98,18 @@ class Exam:
     prefix: int = 0  # tokens that the model sees both ways: a value among them would be no prediction
 
     def check(self, questions: Iterable[Question], length: int) -> None:
-        """Raises TooShort."""
-        needed = max(max(one.needed, self.prefix + one.candidates.shape[1] + 1) for one in questions)
+        """Raise TooShort where a question does not fit."""
+        needed = max(max(question.needed, self.prefix + question.candidates.shape[1] + 1) for question in questions)
         if needed > length:
             raise TooShort(needed)
 
     def draw(self, task: int, sample: int) -> np.random.Generator:
-        """Randomness of a sample: the same whatever the length, the depth and the model."""
+        """Return the randomness of a sample: the same whatever the length, the depth and the model."""
         return np.random.default_rng([self.seed, task, sample])
 
 
 class Answers(NamedTuple):
-    """Of questions, float64 [n] each."""
+    """Holds the answers to n questions, float64 [n] each."""
 
     exact: np.ndarray  # 1 where greedy decoding gives the value
     first: np.ndarray  # 1 where it is the most probable candidate; shared among equals
@@ -283,46 +119,49 @@ class Answers(NamedTuple):
 
     @property
     def gain(self) -> np.ndarray:
-        """Nats per token of the value that the evidence is worth."""
+        """Return how many nats per token of the value the evidence is worth."""
         return self.log_prob - self.control
 
     def grid(self, *shape: int) -> Answers:
+        """Return the answers in another shape."""
         return Answers(*(part.reshape(shape) for part in self))
 
 
 class Asked(NamedTuple):
+    """Holds what is asked for one question."""
+
     context: Ids
     candidates: Ids
     control: Ids | None  # another context, without the evidence
 
 
 def ask(every: Sequence[Asked], score: Score) -> Answers:
-    """All candidates of each, and the value after the control."""
+    """Return the answers: all candidates of each question are scored, and the value after the control."""
 
     def rows() -> Iterable[Row]:
-        for one in every:
-            yield from (Row(one.context, value) for value in one.candidates)
-            if one.control is not None:
-                yield Row(one.control, one.candidates[0])
+        for asked in every:
+            yield from (Row(asked.context, value) for value in asked.candidates)
+            if asked.control is not None:
+                yield Row(asked.control, asked.candidates[0])
 
-    scores, found, place = score(rows()), [], 0
-    for one in every:
-        count, size = one.candidates.shape
-        own = scores[place : place + count]
+    scores, answers, place = score(rows()), [], 0
+    for asked in every:
+        count, size = asked.candidates.shape
+        of_candidates = scores[place : place + count]
         place += count
-        log_probs = np.array([score.log_prob for score in own])
+        log_probs = np.array([score.log_prob for score in of_candidates])
         better, equal = int(np.sum(log_probs[1:] > log_probs[0])), int(np.sum(log_probs[1:] == log_probs[0]))
         control = np.nan
-        if one.control is not None:
+        if asked.control is not None:
             control = scores[place].log_prob / size
             place += 1
         first = 0.0 if better else 1.0 / (1 + equal)
-        found.append((float(own[0].exact), first, 1 + better + equal / 2, log_probs[0] / size, control))
-    return Answers(*np.array(found, np.float64).T)
+        answers.append((float(of_candidates[0].exact), first, 1 + better + equal / 2, log_probs[0] / size, control))
+    return Answers(*np.array(answers, np.float64).T)
 
 
 def cell(answers: Answers) -> dict[str, Any]:
-    """What is said of samples [n]: means with 95 % intervals, Wilson's of shares, bootstrap of nats."""
+    """Return what is said of samples [n]: means with 95 % intervals, Wilson's of shares, bootstrap of nats."""
 
     def share(values: np.ndarray) -> Bounds:
         return bounds(float(values.mean()), *share_interval(float(values.sum()), len(values)))
@@ -340,7 +179,7 @@ def cell(answers: Answers) -> dict[str, Any]:
 
 
 def retrieval(exam: Exam, length: int, depths: Sequence[float]) -> Answers:
-    """[samples, depths]: one needle. A sample has the same text, needle and candidates at every depth.
+    """Return answers [samples, depths] about one needle; a sample has the same text and candidates at every depth.
 
     Raises TooShort.
     """
@@ -361,19 +200,19 @@ def retrieval(exam: Exam, length: int, depths: Sequence[float]) -> Answers:
         )
         for number, one in enumerate(questions)
     ]
-    found = ask(every, exam.score).grid(exam.samples, len(depths))
-    return found._replace(control=np.repeat(found.control[:, :1], len(depths), axis=1))
+    answers = ask(every, exam.score).grid(exam.samples, len(depths))
+    return answers._replace(control=np.repeat(answers.control[:, :1], len(depths), axis=1))
 
 
 def distracted(exam: Exam, length: int, counts: Sequence[int]) -> dict[int, Answers]:
-    """By number of distractors: needles of the same form with other keys, whose values are candidates too.
+    """Return answers by number of distractors: needles of the same form with other keys; their values are candidates.
 
     A sample's needle lies at the same random depth whatever the number; few distractors are the first of many. The
     control has the distractors without the needle. Numbers that do not fit are left out; raises TooShort where none
     but 0 does.
     """
     most = max(counts)
-    found: dict[int, list[Question]] = {}
+    asked: dict[int, list[Question]] = {}
     for count in sorted(counts):
         questions = []
         for sample in range(exam.samples):
@@ -387,18 +226,24 @@ def distracted(exam: Exam, length: int, counts: Sequence[int]) -> dict[int, Answ
         try:
             exam.check(questions, length)
         except TooShort:
-            if max(found, default=0) == 0:
+            if max(asked, default=0) == 0:
                 raise
             break
-        found[count] = questions
-    return {count: ask(_asked(exam, questions, length, 0), exam.score) for count, questions in found.items()}
+        asked[count] = questions
+    return {count: ask(_asked(exam, questions, length, 0), exam.score) for count, questions in asked.items()}
 
 
 def joined(exam: Exam, length: int) -> tuple[Answers, Answers]:
-    """(joined, direct): "x belongs to y" and "the number of y is v" lie apart; what is the number of x, and of y?
+    """Ask for the number of x, and of y, where "x belongs to y" and "the number of y is v" lie apart.
 
-    Other pairs of the same form lie there too, whose values are candidates. The control of the joined question has no
-    link from x, and all else; that of the direct one has no number of y. Raises TooShort.
+    Other pairs of the same form lie there too, whose values are candidates. The control of the question about x has no
+    link from x, and all else; that of the question about y has no number of y.
+
+    Returns:
+      (answers about x, answers about y).
+
+    Raises:
+      TooShort: the sentences do not fit.
     """
     both: tuple[list[Question], list[Question]] = ([], [])
     for sample in range(exam.samples):
@@ -413,8 +258,10 @@ def joined(exam: Exam, length: int) -> tuple[Answers, Answers]:
             query = exam.language.fact(key, values[0]).query
             questions.append(Question(tuple(sentences), depths, query, candidates, start))
         exam.check((both[0][-1], both[1][-1]), length)
-    one, other = (ask(_asked(exam, questions, length, without), exam.score) for without, questions in enumerate(both))
-    return one, other
+    over_link, direct = (
+        ask(_asked(exam, questions, length, without), exam.score) for without, questions in enumerate(both)
+    )
+    return over_link, direct
 
 
 def _asked(exam: Exam, questions: Iterable[Question], length: int, without: int) -> list[Asked]:
@@ -429,7 +276,7 @@ def _asked(exam: Exam, questions: Iterable[Question], length: int, without: int)
 
 
 def position_bias(values: np.ndarray, depths: Sequence[float]) -> dict[str, Any]:
-    """What the place of the same evidence in the same text does to a measure [samples, depths], higher is better.
+    """Return what the depth of the same evidence in the same text does to a measure [samples, depths]; more is better.
 
     The spread is that between the best and the worst depth's mean. Both are picked by the samples that then measure
     them, so that it is never 0: ``p`` is the share of permutations of each sample's depths that spread at least as far.

@@ -90,7 +90,11 @@ def by_buckets(by_context: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def main(arguments: Sequence[str]) -> int:
     """Run the command line; return the exit code. Raises UserError for a mistake."""
-    parser = cli.Parser(prog="python -m eval.perplexity", description="Loss, perplexity and bits per byte.")
+    parser = cli.Parser(
+        description="Loss, perplexity and bits per byte.",
+        example="{prog} --checkpoint runs/plain runs/mhc --rows 0 --out report",
+        fields=checkpoints.FIELDS,
+    )
     checkpoints.add_arguments(parser, several=True)
     add_arguments(parser)
     parser.add_argument("--json", metavar="FILE", help="write what was found there")

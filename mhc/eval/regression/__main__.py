@@ -15,472 +15,33 @@ Exit codes: 0 the logits agree, 1 one differs by more than ``--tolerance`` times
 
 from __future__ import annotations
 
-import dataclasses
-import json
+import argparse
 import math
 import sys
-import zipfile
-import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
-
-import numpy as np
+from typing import Any
 
 from mhc import cli
-from mhc import config as configs
 from mhc.config import Config
 from mhc.errors import UserError
 from mhc.eval.common import checkpoints
-from mhc.eval.common.statistics import Bounds, ratio
-from mhc.eval.common.terminal import Progress, aligned
+from mhc.eval.common.terminal import Progress
+from mhc.eval.regression.comparison import compare, text
+from mhc.eval.regression.golden import read, save
+from mhc.eval.regression.outputs import Outputs, compute
+from mhc.eval.regression.rows import PROMPTS, Rows, make_rows
 
-if TYPE_CHECKING:
-    import argparse
-
-    import jax
-
-    from mhc.model.decoder import Decoder, SublayerView
-
-FORMAT = 1  # of golden files
 WHOLE = 8192  # a vocabulary up to this is kept whole without --top_k
-# How a model is computed, not what: what the checkpoint may be run under here, beside what any program may change.
+# Fields that say how a model is computed, not what: they may be changed, beside those that any program may change.
 COMPUTED = ("model.dtype", "model.scan", "attention.impl")
-# Groups that say what the model is, for the list of what differs.
-_MODEL = ("model", "attention", "positions", "mlp", "moe", "norm", "head", "residual")
-PROMPTS = (
-    "The residual stream carries what every layer has written so far, and",
-    "In 1905, 3 of the 17 papers were about light; 2 + 2 = 4, 10 / 4 = 2.5.",
-    "def mean(values: list[float]) -> float:\n    return sum(values) / len(values)\n",
-    'Zoë asked: "Où est la gare?" – Über die Brücke, dann links. 東京の天気は晴れです。 Привет, мир!',
-    "a a a a a a a a a a a a a a a a b",
-    "",
-)
-
-
-class Rows(NamedTuple):
-    """What the model reads, int32 [R, T] each; padding has segment 0."""
-
-    tokens: np.ndarray
-    segment_ids: np.ndarray
-    positions: np.ndarray
-
-    @property
-    def valid(self) -> np.ndarray:
-        """The M places that are no padding: bool [R, T]."""
-        return self.segment_ids > 0
-
-
-class Logits(NamedTuple):
-    """Of the M tokens of some rows, in their order."""
-
-    values: np.ndarray  # float32 [M, K], K = V where all are kept
-    ids: np.ndarray | None  # int32 [M, K]: of which tokens, the most probable first; None: of all
-    log_z: np.ndarray  # float32 [M]: log-sum-exp over the whole vocabulary
-    best: np.ndarray  # int32 [M]: the most probable token
-
-
-class Outputs(NamedTuple):
-    """What a model made of some rows: the content of a golden file."""
-
-    about: dict[str, Any]  # format, checkpoint, steps, config, tokenizer (hash), vocabulary, points, versions, device
-    rows: Rows
-    logits: Logits
-    hidden: np.ndarray | None  # float32 [P, M, D] of the points in ``about``
-
-
-def points(layers: int) -> list[str]:
-    """Where hidden states are taken, in the order of the computation."""
-    sublayers = [f"block {k}, {name}" for k in range(layers) for name in ("attention", "feed-forward")]
-    return ["embedding", *sublayers, "head input"]
-
-
-# What is read ---------------------------------------------------------------------------------------------------------
-
-
-def make_rows(config: Config, prompts: Sequence[str], validation: int, length: int) -> Rows:
-    """Rows of prompts, bos before each, then the first rows of the run's validation set, all cut at ``length``.
-
-    Where the tokeniser has more ids than the model (one imported without its own), they are taken modulo the model's.
-
-    Raises:
-      UserError: the validation set cannot be read, or has no text.
-    """
-    from mhc.data import pipeline, tokenizers
-    from mhc.eval.common.prompts import place_of
-
-    tokenizer = tokenizers.load(config.data.tokenizer)
-    found = []
-    for number, prompt in enumerate(prompts, start=1):
-        try:
-            ids = [tokenizer.bos_id, *tokenizer.encode(prompt).tolist()][:length]
-        except UserError as error:
-            raise UserError(f"{place_of(prompt, number)}: {error}") from None
-        found.append((ids, [1] * len(ids), range(len(ids))))
-    if validation:
-        batches = pipeline.validation_batches(config.data, tokenizer, batch_size=validation, batches=1)
-        batch = next(iter(batches), None)
-        if batch is None:
-            raise UserError("--rows: the validation set is empty; allowed: 0, or another --config.data.validation")
-        for row in range(validation):
-            found.append(tuple(batch[name][row, :length].tolist() for name in Rows._fields))
-    longest = max(len(ids) for ids, _, _ in found)
-    arrays = np.zeros((3, len(found), longest), np.int32)
-    for row, fields in enumerate(found):
-        for array, values in zip(arrays, fields, strict=True):
-            array[row, : len(values)] = values
-    arrays[0] %= config.vocab_size
-    return Rows(*arrays[:, (arrays[1] > 0).any(axis=1)])  # a small validation set leaves rows empty
-
-
-# What it is made of ---------------------------------------------------------------------------------------------------
-
-
-def compute(
-    checkpoint: checkpoints.Checkpoint,
-    rows: Rows,
-    *,
-    ids: np.ndarray | None = None,
-    top_k: int = 0,
-    activations: bool = True,
-    batch_size: int = 4,
-    tell: Callable[[int], None] = lambda rows: None,
-) -> Outputs:
-    """Logits of every token, and hidden states at ``points``.
-
-    Args:
-      ids: int32 [M, K], the tokens whose logits are kept. Without: the ``top_k`` most probable, all for 0.
-      activations: whether hidden states are kept, 4 (S + 2) D bytes a token.
-      batch_size: rows at once, filled up to the mesh's shards; changes the last bits at most.
-      tell: called after each batch with the rows done.
-    """
-    import jax
-
-    from mhc.data import tokenizers
-    from mhc.eval.common.program import Program, filled, multiple
-
-    config, mesh = checkpoint.config, checkpoint.mesh
-    program = Program(checkpoint, _Forward(0 if ids is not None else min(top_k, config.vocab_size), activations))
-    size = multiple(batch_size, mesh)
-    inputs = rows._asdict()
-    if ids is not None:
-        inputs["ids"] = np.zeros((*rows.tokens.shape, ids.shape[-1]), np.int32)
-        inputs["ids"][rows.valid] = ids
-    batches = (
-        filled({name: array[start : start + size] for name, array in inputs.items()}, size)
-        for start in range(0, len(rows.tokens), size)
-    )
-    parts: list[dict[str, np.ndarray]] = []
-    for batch, outputs in program.each(batches, list(inputs)):
-        valid = batch["segment_ids"] > 0
-        parts.append({name: array[valid] for name, array in outputs.items()})
-        tell(min(len(parts) * size, len(rows.tokens)))
-    joined = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
-    device = jax.devices()[0]
-    about = {
-        "format": FORMAT,
-        "checkpoint": checkpoint.name,
-        "steps": list(checkpoint.steps),
-        "config": configs.to_dict(config),
-        "tokenizer": tokenizers.load(config.data.tokenizer).content_hash,
-        "vocabulary": config.vocab_size,
-        "points": points(config.model.layers),
-        "versions": _versions(),
-        "device": f"{mesh.size} × {device.device_kind}",
-    }
-    logits = Logits(joined["values"], joined.get("ids"), joined["log_z"], joined["best"])
-    return Outputs(about, rows, logits, np.moveaxis(joined["hidden"], 1, 0) if activations else None)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Forward:
-    """Computes the fields of `Logits` [B, T, ...], and hidden states [B, T, P, D], of rows [B, T]."""
-
-    top_k: int  # logits kept a token, where the batch does not name them by its ids; 0: all
-    activations: bool
-
-    def __call__(self, decoder: Decoder, batch: dict[str, jax.Array]) -> dict[str, jax.Array]:
-        import jax
-        import jax.numpy as jnp
-
-        def observe(view: SublayerView) -> dict[str, jax.Array]:
-            return {"h": view.topology.collapse(view.state).astype(jnp.float32)}
-
-        tokens, segments, positions = (batch[name] for name in Rows._fields)
-        out = decoder.forward(tokens, segments, positions, observe if self.activations else None)
-        logits = decoder.logits(out.h).astype(jnp.float32)
-        outputs = {"log_z": jax.nn.logsumexp(logits, axis=-1), "best": jnp.argmax(logits, axis=-1)}
-        if "ids" in batch or self.top_k:
-            chosen = batch["ids"] if "ids" in batch else jax.lax.top_k(logits, self.top_k)[1]
-            outputs |= {"ids": chosen, "values": jnp.take_along_axis(logits, chosen, axis=-1)}
-        else:
-            outputs["values"] = logits
-        if self.activations:
-            topology = decoder.residual
-            first = topology.collapse(topology.expand(decoder.embed_tokens(tokens, positions)))
-            every = [first[None], out.observed["h"], out.h[None]]
-            stacked = jnp.concatenate([h.astype(jnp.float32) for h in every])
-            outputs["hidden"] = jnp.moveaxis(stacked, 0, 2)
-        return outputs
-
-
-def _versions() -> dict[str, str]:
-    from importlib import metadata
-
-    return {name: metadata.version(name) for name in ("mhc-jax", "jax", "flax", "numpy")}
-
-
-# Golden files ---------------------------------------------------------------------------------------------------------
-
-
-def save(file: Path, made: Outputs) -> None:
-    """Write a golden file, whole or not at all."""
-    arrays = {**made.rows._asdict(), **{name: a for name, a in made.logits._asdict().items() if a is not None}}
-    if made.hidden is not None:
-        arrays["hidden"] = made.hidden
-    about = np.frombuffer(json.dumps(made.about).encode(), np.uint8)
-    part = file.with_name(f"{file.name}.part")
-    try:
-        with part.open("wb") as stream:
-            np.savez(stream, about=about, **arrays)
-        part.replace(file)
-    finally:
-        part.unlink(missing_ok=True)
-
-
-_MALFORMED = (ValueError, EOFError, LookupError, TypeError, AttributeError)  # of a file of another form
-
-
-def read(file: Path) -> Outputs:
-    """A golden file. Raises UserError where it is none, is damaged, or is of another format."""
-    try:
-        with file.open("rb") as stream, np.load(stream, allow_pickle=False) as opened:
-            arrays = {name: opened[name] for name in opened.files}
-        about = json.loads(arrays["about"].tobytes())
-        rows = Rows(*(arrays[name] for name in Rows._fields))
-        logits = Logits(arrays["values"], arrays.get("ids"), arrays["log_z"], arrays["best"])
-        known = int(about["format"])
-        about["vocabulary"], about["tokenizer"], about["points"], about["config"]["residual"]["collapse"]
-    except OSError as error:
-        raise UserError(f"--against {file}: cannot be read ({error.strerror or error})") from None
-    except (
-        zipfile.BadZipFile,
-        zlib.error,
-        ValueError,
-        EOFError,
-        LookupError,
-        TypeError,
-        AttributeError,
-        RecursionError,
-    ) as error:
-        said = str(error).partition("\n")[0] or type(error).__name__
-        raise UserError(f"--against {file}: no golden file, or not whole ({said})") from None
-    if known != FORMAT:
-        raise UserError(f"--against {file}: of format {known}, allowed: {FORMAT}; save it again")
-    found = Outputs(about, rows, logits, arrays.get("hidden"))
-    if wrong := _inconsistent(found):
-        raise UserError(f"--against {file}: no golden file, or not whole ({wrong})")
-    return found
-
-
-def _inconsistent(found: Outputs) -> str:
-    """What of a golden file does not go with the rest, in words; "" where all does."""
-    rows, logits, vocabulary = found.rows, found.logits, found.about["vocabulary"]
-    if rows.tokens.ndim != 2 or len({part.shape for part in rows}) > 1:
-        return "tokens, segments and positions differ in shape"
-    if rows.tokens.size and not (rows.tokens.min() >= 0 and rows.tokens.max() < vocabulary):
-        return f"a token is not among its {vocabulary}"
-    count = int(rows.valid.sum())
-    lengths = {"values": logits.values, "log_z": logits.log_z, "best": logits.best}
-    if logits.ids is not None:
-        lengths["ids"] = logits.ids
-    for name, array in lengths.items():
-        if array.shape[:1] != (count,):
-            return f"{name} is of another number of tokens than {count}"
-    if logits.ids is None and logits.values.shape[1:] != (vocabulary,):
-        return f"values is of another vocabulary than {vocabulary}"
-    if logits.ids is not None and logits.ids.shape != logits.values.shape:
-        return "values and ids differ in shape"
-    if found.hidden is not None and found.hidden.shape[:2] != (len(found.about["points"]), count):
-        return "hidden is of another number of points or tokens"
-    return ""
-
-
-# The comparison -------------------------------------------------------------------------------------------------------
-
-
-def divergence(logits: Logits, reference: Logits) -> np.ndarray:
-    """KL(reference || other) of each token in nats, float64 [M].
-
-    Of logits that are not all kept, the tokens left out count as one: a lower bound.
-    """
-    step = max(2**22 // reference.values.shape[-1], 1)  # tokens at once, as float64
-    parts = (slice(start, start + step) for start in range(0, len(reference.values), step))
-    return np.concatenate([_divergence(_part(logits, part), _part(reference, part)) for part in parts])
-
-
-def _part(logits: Logits, tokens: slice) -> Logits:
-    ids = None if logits.ids is None else logits.ids[tokens]
-    return Logits(logits.values[tokens], ids, logits.log_z[tokens], logits.best[tokens])
-
-
-def _divergence(logits: Logits, reference: Logits) -> np.ndarray:
-    whole = reference.ids is None
-    log_p, log_q = (_log_probabilities(one, whole) for one in (reference, logits))
-    kl = np.sum(np.exp(log_p) * (log_p - log_q), axis=-1)
-    if not whole:
-        left, other = (np.maximum(1.0 - np.exp(log).sum(axis=-1), 1e-9) for log in (log_p, log_q))
-        kl += np.where(left > 1e-6, left * np.log(left / other), 0.0)  # below it is rounding
-    return np.maximum(kl, 0.0)
-
-
-def _log_probabilities(logits: Logits, whole: bool) -> np.ndarray:
-    values = logits.values.astype(np.float64)
-    if not whole:
-        return values - logits.log_z[:, None]
-    shifted = values - values.max(axis=-1, keepdims=True)
-    return shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
-
-
-def mean_by_row(values: np.ndarray, row: np.ndarray) -> Bounds:
-    """Return the mean over tokens [M], with the interval (95 %) over rows drawn with replacement; none for one row."""
-    _, row = np.unique(row, return_inverse=True)
-    return ratio(np.bincount(row, values), np.bincount(row)).at()
-
-
-def _apart(where: str, one: np.ndarray, other: np.ndarray) -> dict[str, Any]:
-    """Largest and mean absolute difference of two arrays, the largest magnitude of the second, and their ratio."""
-    gap = np.abs(one - other)
-    largest, scale = float(gap.max()), float(np.abs(other).max())
-    relative = largest / scale if scale else 0.0 if largest == 0 else math.inf
-    mean = float(gap.mean(dtype=np.float64))
-    return {"where": where, "largest": largest, "mean": mean, "scale": scale, "relative": relative}
-
-
-@np.errstate(invalid="ignore")  # what is not finite differs, and is no error here
-def compare(made: Outputs, reference: Outputs, tolerance: float) -> dict[str, Any]:
-    """What differs, and from where on; JSON but for arrays. Both of the same rows, logits of the same tokens."""
-    ours, theirs = made.about["config"], reference.about["config"]
-    notes, layers = [], []
-    if made.hidden is None or reference.hidden is None:
-        notes.append("no hidden states were kept (--save with --activations): nothing by layer")
-    elif made.hidden.shape[-1] != reference.hidden.shape[-1]:
-        widths = (made.hidden.shape[-1], reference.hidden.shape[-1])
-        notes.append(f"widths {widths[0]} and {widths[1]}: hidden states cannot be compared, logits are")
-    else:
-        at = {name: k for k, name in enumerate(reference.about["points"])}
-        for k, name in enumerate(made.about["points"]):
-            if name in at:
-                layers.append(_apart(name, made.hidden[k], reference.hidden[at[name]]))
-        depths = (ours["model"]["layers"], theirs["model"]["layers"])
-        if depths[0] != depths[1]:
-            notes.append(f"{depths[0]} and {depths[1]} blocks: those after the first {min(depths)} have no counterpart")
-        if "sum" in (ours["residual"]["collapse"], theirs["residual"]["collapse"]) and (
-            ours["residual"]["collapse"] != theirs["residual"]["collapse"]
-        ):
-            notes.append("one sums its streams, one does not: hidden states before the head's norm differ by a factor")
-    for field in ("device", "versions"):
-        if made.about[field] != reference.about[field]:
-            here, there = (_words(about[field]) for about in (made.about, reference.about))
-            notes.append(f"{field}: {here} and {there}")
-    logits = _apart("logits", made.logits.values, reference.logits.values)
-    layers.append(logits)
-    above = [one["where"] for one in layers if not one["relative"] <= tolerance]  # NaN is above
-    kl = divergence(made.logits, reference.logits)
-    changed = (made.logits.best != reference.logits.best).astype(np.float64)
-    gap = np.abs(made.logits.values - reference.logits.values)
-    row, place = np.nonzero(reference.rows.valid)
-    worst = int(np.argmax(np.nan_to_num(gap.max(axis=-1), nan=np.inf)))
-    return {
-        "checkpoint": made.about["checkpoint"],
-        "against": reference.about["checkpoint"],
-        "tolerance": tolerance,
-        "within": logits["relative"] <= tolerance,
-        "rows": len(reference.rows.tokens),
-        "tokens": len(row),
-        "vocabulary": reference.about["vocabulary"],
-        "logits_a_token": reference.logits.values.shape[-1],
-        "largest": logits["largest"],
-        "largest_logit": logits["scale"],
-        "relative": logits["relative"],
-        "largest_at": {"row": int(row[worst]), "place": int(place[worst])},
-        "mean": mean_by_row(gap.mean(axis=-1, dtype=np.float64), row),
-        "top1_changed": {**mean_by_row(changed, row), "tokens": int(changed.sum())},
-        "kl": {**mean_by_row(kl, row), "largest": float(kl.max())},
-        "layers": layers,
-        "first_above": above[0] if above else None,
-        "config": {
-            f"{group}.{name}": [theirs.get(group, {}).get(name), value]
-            for group in _MODEL
-            for name, value in ours[group].items()
-            if theirs.get(group, {}).get(name) != value
-        },
-        "notes": notes,
-    }
-
-
-def _words(value: object) -> str:
-    return ", ".join(f"{k} {v}" for k, v in value.items()) if isinstance(value, Mapping) else str(value)
-
-
-def text(found: dict[str, Any]) -> str:
-    """What is printed of a comparison."""
-
-    def interval(one: dict[str, Any], shown: str) -> str:
-        if one["low"] is None:
-            return "one row"
-        return f"95 % over rows: {one['low']:{shown}} to {one['high']:{shown}}"
-
-    mean, changed, kl = found["mean"], found["top1_changed"], found["kl"]
-    kept, vocabulary = found["logits_a_token"], found["vocabulary"]
-    which = f"all {vocabulary:,}" if kept == vocabulary else f"the reference's {kept:,} most probable of {vocabulary:,}"
-    bound = "" if kept == vocabulary else " (at least)"
-    at = found["largest_at"]
-    lines = [f"{found['checkpoint']}, against {found['against']}"]
-    lines += [f"  {name}: {there} there, {here} here" for name, (there, here) in found["config"].items()]
-    lines.append(f"{found['rows']} rows, {found['tokens']:,} tokens; logits of {which} tokens")
-    lines.append(
-        aligned(
-            [
-                (
-                    "logits, abs difference",
-                    f"largest {found['largest']:.3g} = {found['relative']:.3g} of the largest logit "
-                    f"{found['largest_logit']:.4g}, at row {at['row']}, place {at['place']}",
-                ),
-                ("", f"mean {mean['value']:.3g} ({interval(mean, '.3g')})"),
-                (
-                    "top-1 changed",
-                    f"{changed['value']:.2%} of tokens, {changed['tokens']:,} ({interval(changed, '.2%')})",
-                ),
-                (
-                    "KL in nats a token" + bound,
-                    f"mean {kl['value']:.3g} ({interval(kl, '.3g')}), largest {kl['largest']:.3g}",
-                ),
-            ]
-        )
-    )
-    if len(found["layers"]) > 1:
-        table = [("where", "largest", "mean", "of the largest there", "× before")]
-        before = None
-        for one in found["layers"]:
-            grown = "" if not before else f"{one['relative'] / before:.3g}"
-            table.append((one["where"], *(f"{one[key]:.3g}" for key in ("largest", "mean", "relative")), grown))
-            before = one["relative"]
-        lines += ["", aligned(table), ""]
-    lines += [f"note: {note}" for note in found["notes"]]
-    tolerance, first = found["tolerance"], found["first_above"]
-    verdict = "within" if found["within"] else "not within"
-    lines.append(f"logits {verdict} {tolerance:g} of the largest")
-    lines.append(f"first above {tolerance:g}: {first or 'nothing'}")
-    return "\n".join(lines)
-
-
-# The command line -----------------------------------------------------------------------------------------------------
 
 
 def _parser() -> cli.Parser:
     parser = cli.Parser(
-        prog="python -m eval.regression", description="Save the logits of fixed tokens, or compare a checkpoint's."
+        description="Save the logits of fixed tokens, or compare a checkpoint's.",
+        example="{prog} --checkpoint runs/a --against golden.npz",
+        fields=(*checkpoints.FIELDS, *COMPUTED),
     )
     checkpoints.add_arguments(parser)
     parser.add_argument("--save", metavar="FILE", help="write a golden file")
@@ -502,11 +63,11 @@ def _parser() -> cli.Parser:
     return parser
 
 
-_OF_ROWS = ("prompts", "field", "rows", "length", "top_k")  # what a golden file has settled
+_OF_ROWS = ("prompts", "field", "rows", "length", "top_k")  # a golden file has settled these
 
 
 def _check(options: argparse.Namespace) -> None:
-    """Raises UserError for arguments that do not go together, or are out of range."""
+    """Refuse arguments that do not go together, or are out of range. Raises UserError."""
     if (options.save is None) == (options.against is None):
         raise UserError("--save FILE or --against FILE|RUN: one of the two is needed")
     if not 0 <= options.tolerance < math.inf:
@@ -531,15 +92,15 @@ def _check(options: argparse.Namespace) -> None:
 
 
 def _rows(options: argparse.Namespace, config: Config) -> Rows:
-    """What the options ask for. Raises UserError where that cannot be read, or is longer than the run's rows."""
+    """Return the rows that the options ask for. Raises UserError where they cannot be read, or are too long."""
     from mhc.eval.common.prompts import read_prompts
 
     most = config.data.sequence_length
     if options.length is not None and options.length > most:
         raise UserError(f"--length: given {options.length}, allowed: 1 to data.sequence_length={most}")
-    own = options.prompts is None
-    prompts = PROMPTS if own else read_prompts(options.prompts, options.field or "prompt")
-    count = (4 if own else 0) if options.rows is None else options.rows
+    given = options.prompts is not None
+    prompts = read_prompts(options.prompts, options.field or "prompt") if given else PROMPTS
+    count = (0 if given else 4) if options.rows is None else options.rows
     return make_rows(config, prompts, count, options.length or min(most, 256))
 
 
@@ -548,7 +109,7 @@ def _top_k(options: argparse.Namespace, config: Config) -> int:
 
 
 def _check_comparable(config: Config, against: str, vocabulary: int, tokenizer: str, longest: int) -> None:
-    """Raises UserError where the model cannot read what the reference read, or its logits are of other tokens."""
+    """Refuse a model that cannot read the reference's rows, or whose logits are of other tokens. Raises UserError."""
     from mhc.data import tokenizers
 
     if vocabulary != config.vocab_size:
@@ -556,10 +117,10 @@ def _check_comparable(config: Config, against: str, vocabulary: int, tokenizer: 
             f"--against {against}: a vocabulary of {vocabulary}, --checkpoint has one of {config.vocab_size}: their "
             "logits are of other tokens"
         )
-    own = tokenizers.load(config.data.tokenizer).content_hash
-    if tokenizer != own:
+    ours = tokenizers.load(config.data.tokenizer).content_hash
+    if tokenizer != ours:
         raise UserError(
-            f"--against {against}: tokeniser {tokenizer}, --checkpoint has {own} ({config.data.tokenizer}); allowed: "
+            f"--against {against}: tokeniser {tokenizer}, --checkpoint has {ours} ({config.data.tokenizer}); allowed: "
             "the same (--config.data.tokenizer)"
         )
     if config.positions.kind == "learned" and longest > config.max_length:
@@ -569,10 +130,10 @@ def _check_comparable(config: Config, against: str, vocabulary: int, tokenizer: 
 
 
 def main(arguments: Sequence[str]) -> int:
-    """The command line; returns the exit code. Raises UserError for a mistake."""
+    """Run the command line; return the exit code. Raises UserError for a mistake."""
     parser = _parser()
     options, rest = parser.parse_known_args(arguments)
-    changes = checkpoints.parse_changes(rest, parser, COMPUTED)
+    changes = checkpoints.parse_changes(rest, parser)
     _check(options)
     if options.dtype is not None:
         changes["model.dtype"] = options.dtype
@@ -593,9 +154,9 @@ def main(arguments: Sequence[str]) -> int:
 
     if options.save is not None:
         rows = _rows(options, config)
-        made = run(model(), rows, top_k=_top_k(options, config), activations=options.activations)
-        save(Path(options.save), made)
-        print(_saved(Path(options.save), made))
+        outputs = run(model(), rows, top_k=_top_k(options, config), activations=options.activations)
+        save(Path(options.save), outputs)
+        print(_saved(Path(options.save), outputs))
         return 0
     if reference is None:
         # How the checkpoint is computed leaves its reference as it is.
@@ -612,21 +173,21 @@ def main(arguments: Sequence[str]) -> int:
         about, longest = reference.about, reference.rows.tokens.shape[1]
         _check_comparable(config, options.against, about["vocabulary"], about["tokenizer"], longest)
     layers = reference.hidden is not None
-    made = run(model(), reference.rows, ids=reference.logits.ids, activations=layers)
-    found = compare(made, reference, options.tolerance)
+    outputs = run(model(), reference.rows, ids=reference.logits.ids, activations=layers)
+    result = compare(outputs, reference, options.tolerance)
     if options.json is not None:
         from mhc.files import write_json
 
-        write_json(options.json, found)
-    print(text(found))
-    return 0 if found["within"] else 1
+        write_json(options.json, result)
+    print(text(result))
+    return 0 if result["within"] else 1
 
 
-def _saved(file: Path, made: Outputs) -> str:
-    tokens, kept = made.logits.values.shape
-    layers = "no hidden states" if made.hidden is None else f"hidden states at {len(made.hidden)} points"
+def _saved(file: Path, outputs: Outputs) -> str:
+    tokens, kept = outputs.logits.values.shape
+    layers = "no hidden states" if outputs.hidden is None else f"hidden states at {len(outputs.hidden)} points"
     return (
-        f"{file}: {made.about['checkpoint']}, {len(made.rows.tokens)} rows, {tokens:,} tokens, {kept:,} logits a "
+        f"{file}: {outputs.about['checkpoint']}, {len(outputs.rows.tokens)} rows, {tokens:,} tokens, {kept:,} logits a "
         f"token, {layers}, {file.stat().st_size / 2**20:.1f} MiB"
     )
 

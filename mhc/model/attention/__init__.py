@@ -3,6 +3,7 @@
 The two kinds of heads, ``HeadAttention`` (multi-head, grouped-query, multi-query) and ``LatentAttention`` (MLA), differ
 in their projections alone. Each call takes a context, which holds what all layers share: positions, segments, masks and
 rotary frequencies. It is an ``AttentionContext`` over whole rows and a ``CacheContext`` where a cache holds the past.
+``Tokenwise`` stands in their place in a control: no token of it sees another.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from mhc.model.attention.context import AttentionContext, CacheContext, attentio
 from mhc.model.attention.heads import HeadAttention
 from mhc.model.attention.implementations import attend_flash, attend_sdpa, attend_xla, choose_implementation
 from mhc.model.attention.latent import LatentAttention
+from mhc.model.attention.tokenwise import Tokenwise
 from mhc.rng import PathKey
 
 __all__ = [
@@ -22,6 +24,7 @@ __all__ = [
     "CacheContext",
     "HeadAttention",
     "LatentAttention",
+    "Tokenwise",
     "attend_flash",
     "attend_sdpa",
     "attend_xla",
@@ -33,6 +36,9 @@ __all__ = [
 ]
 
 
+_KINDS: dict[str, type[Attention]] = {"heads": HeadAttention, "mla": LatentAttention, "tokenwise": Tokenwise}
+
+
 def make_attention(config: Config, *, key: PathKey) -> Attention:
-    """Return one layer's attention, of the configured kind of heads."""
-    return (LatentAttention if config.attention.kind == "mla" else HeadAttention)(config, key=key)
+    """Return one layer's attention, of the configured kind."""
+    return _KINDS[config.attention.kind](config, key=key)

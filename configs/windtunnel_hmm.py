@@ -1,0 +1,23 @@
+"""The hidden Markov wind tunnel: a filtered posterior that is known exactly (mhc.data.windtunnel, arXiv:2512.22471).
+
+python train.py --config configs/windtunnel_hmm.py:laptop --workdir runs/hmm
+"""
+
+from __future__ import annotations
+
+from ml_collections import ConfigDict
+
+from mhc.config import default
+from mhc.data.windtunnel import config_sizes
+
+SIZES = ("paper", "laptop")
+
+
+def get_config(size: str = "paper") -> ConfigDict:
+    """``paper``: 20 observations, 9 layers × 8 heads of width 256. ``laptop``: 10 observations, minutes on one core."""
+    config = config_sizes(default(), size, paper="windtunnel:hmm", laptop="windtunnel:hmm,observations=10")
+    laptop = size == "laptop"
+    config.model.layers, config.model.width, config.attention.heads = (3, 64, 4) if laptop else (9, 256, 8)
+    config.optimizer.lr = 3e-3 if laptop else 1e-3
+    config.train.steps, config.train.batch_size = (3000, 64) if laptop else (50_000, 256)
+    return config

@@ -1,0 +1,48 @@
+"""What a config must say to train on a wind tunnel."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mhc.data.windtunnel.tasks import task
+from mhc.errors import UserError, did_you_mean
+
+
+def fields(source: str) -> dict[str, Any]:
+    """Return {dotted field: value} of all that a task decides: source, tokeniser, length of a sequence and classes.
+
+    Raises:
+        UserError: ``source`` names no task.
+    """
+    made = task(source)
+    return {
+        "data.source": source,
+        "data.tokenizer": source,
+        "data.sequence_length": made.length,
+        "head.classes": made.classes,
+    }
+
+
+def config_sizes(config: Any, size: str, **sources: str) -> Any:
+    """Return a ConfigDict set up for the task of a size, trained as the paper does: AdamW, clipped at 1, warmed up.
+
+    Args:
+        config: the defaults.
+        size: a name among ``sources``.
+        sources: the task of each size.
+
+    Raises:
+        UserError: there is no such size.
+    """
+    if size not in sources:
+        raise UserError(f"size: given {size!r}, allowed: {', '.join(sources)}{did_you_mean(size, sources)}")
+    for field, value in fields(sources[size]).items():
+        group, _, name = field.partition(".")
+        config[group][name] = value
+    config.optimizer.clip_norm = 1.0
+    config.schedule.kind = "cosine"
+    config.schedule.warmup_steps = 100
+    config.validation.rows = 512
+    config.validation.every = 500
+    config.monitor.tensorboard = False
+    return config

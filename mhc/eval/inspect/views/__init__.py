@@ -1,0 +1,1 @@
+"""The views of eval.inspect: what each prints, stores and draws."""

@@ -1,0 +1,72 @@
+"""Does a model hold the exact posterior of its wind tunnel? Entropy error, divergence and total variation, in bits.
+
+    python -m eval.windtunnel --checkpoint runs/plain runs/hc runs/mhc --out report
+
+writes windtunnel.html with its figure, and windtunnel.json. Runs of several seeds are compared topology by topology,
+paired by seed.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from mhc import cli
+from mhc.errors import UserError
+from mhc.eval.common import checkpoints
+
+MOST = 48  # checkpoints of one comparison
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the command line; returns the exit code. Raises UserError for a mistake."""
+    parser = cli.Parser(
+        description="Compare models' beliefs with the exact posterior of their task.",
+        example="{prog} --checkpoint runs/plain runs/mhc --out report",
+        fields=checkpoints.FIELDS,
+    )
+    checkpoints.add_arguments(parser, several=True)
+    parser.add_argument("--sequences", type=int, default=512, metavar="N", help="held-out sequences (512)")
+    parser.add_argument(
+        "--observations", type=int, metavar="K", help="windtunnel:hmm: observations of a sequence; without: as trained"
+    )
+    parser.add_argument("--json", metavar="FILE", help="write what was measured there")
+    parser.add_argument("--out", metavar="DIR", help="write windtunnel.html, its figure and windtunnel.json there")
+    options, rest = parser.parse_known_args(arguments)
+    changes = checkpoints.parse_changes(rest, parser)
+    if options.sequences < 2:
+        raise UserError(f"--sequences: given {options.sequences}, allowed: 2 or more")
+    if len(options.checkpoint) > MOST:
+        raise UserError(f"--checkpoint: given {len(options.checkpoint)}, allowed: at most {MOST}")
+    out = cli.check_writable(options.out, "--out") if options.out else None
+    if options.json:
+        cli.check_file(options.json, "--json")
+
+    from mhc.eval.windtunnel import belief, page
+    from mhc.files import write_json
+
+    beliefs = []
+    for name in options.checkpoint:
+        checkpoint = checkpoints.load(name, options.step, average=options.average, changes=changes)
+        source = None
+        if options.observations is not None:
+            source = belief.longer(checkpoint.config.data.source, options.observations)
+        belief.fitting(checkpoint, source)
+        print(f"{checkpoint.name}: compiling, then measuring", file=sys.stderr)
+        beliefs.append(belief.measure(checkpoint, options.sequences, source))
+        del checkpoint
+    found: dict[str, Any] = {
+        "checkpoints": [belief.as_json(one) for one in beliefs],
+        "topologies": page.topologies(beliefs),
+    }
+    print(page.text_table(found))
+    if options.json:
+        write_json(options.json, found)
+    if out is not None:
+        print(page.write(beliefs, found, out))
+    return 0
+
+
+if __name__ == "__main__":
+    cli.run_main(main)
