@@ -32,7 +32,24 @@ class PathKey:
 
 
 def path_key(rngs: nnx.Rngs | PathKey | jax.Array) -> PathKey:
-    """Return the PathKey for a module: a PathKey unchanged, the root of a key, or of a key drawn from ``nnx.Rngs``."""
+    """Return the PathKey for a module: a PathKey unchanged, the root of a key, or of a key drawn from ``nnx.Rngs``.
+
+    Raises:
+      TypeError: it is none of these.
+      ValueError: more than one key, or ``nnx.Rngs`` without a stream for parameters.
+    """
     if isinstance(rngs, PathKey):
         return rngs
-    return PathKey(rngs.params() if isinstance(rngs, nnx.Rngs) else rngs)
+    if isinstance(rngs, nnx.RngStream):
+        return PathKey(rngs())
+    if isinstance(rngs, nnx.Rngs):
+        if not ("params" in rngs or "default" in rngs):
+            raise ValueError(f"rngs: given streams {', '.join(rngs)}, allowed: nnx.Rngs(0), with a stream for params")
+        return PathKey(rngs.params())
+    typed = isinstance(rngs, jax.Array) and jax.dtypes.issubdtype(rngs.dtype, jax.dtypes.prng_key)
+    if not typed and not (hasattr(rngs, "dtype") and rngs.dtype == "uint32"):
+        words = f"{rngs.dtype}{list(rngs.shape)}" if hasattr(rngs, "dtype") else repr(rngs)
+        raise TypeError(f"rngs: given {words}, allowed: nnx.Rngs(0), a key such as jax.random.key(0), or a PathKey")
+    if rngs.ndim != (0 if typed else 1):
+        raise ValueError(f"rngs: given keys of shape {rngs.shape}, allowed: one key")
+    return PathKey(rngs)

@@ -1,4 +1,4 @@
-"""Scores a run's checkpoints as they are committed, beside the training that writes them.
+"""Score a run's checkpoints as they are committed, beside the training that writes them.
 
     python -m eval.watch runs/a --rows 0
     python -m eval.watch runs/a --config.data.source='text:books/*.txt' --tasks hellaswag,piqa --limit 200
@@ -23,7 +23,8 @@ from mhc import cli, remote, stdio
 from mhc.errors import UserError
 from mhc.eval.common import checkpoints
 from mhc.eval.common.rows import add_arguments, corpus_of, rows_of
-from mhc.eval.harness import __main__ as harness
+from mhc.eval.harness import scores as harness_scores
+from mhc.eval.harness import tasks as harness_tasks
 from mhc.eval.perplexity.score import score, summary
 from mhc.remote import Folder
 
@@ -69,13 +70,13 @@ def watch(
                 continue
             began = time.monotonic()
             try:
-                found = measure(step)
+                result = measure(step)
             except Exception:  # of any kind: readers say in many ways that files are missing
                 if not _deleted(run, step, sleep):
                     raise
                 print(f"{run}: checkpoint {step} was deleted while it was read; left out", file=sys.stderr, flush=True)
             else:
-                line = {"run": str(run), "step": step, **found, "how": how}
+                line = {"run": str(run), "step": step, **result, "how": how}
                 append_jsonl(out, {**line, "time": time.time(), "seconds": time.monotonic() - began})
                 scored += 1
             done.add(step)
@@ -85,7 +86,7 @@ def watch(
 
 
 def _deleted(run: Folder, step: int, sleep: Callable[[float], None]) -> bool:
-    """Whether a checkpoint is gone, or goes within the time that deleting its files may take."""
+    """Return whether a checkpoint is gone, or goes within the time that deleting its files may take."""
     from mhc.train.checkpoint import committed_steps
 
     for _ in range(20):
@@ -96,7 +97,7 @@ def _deleted(run: Folder, step: int, sleep: Callable[[float], None]) -> bool:
 
 
 def finished(run: Folder) -> bool:
-    """Whether the run needs no more checkpoints: its summary is of the config's last step, or the guard halted it."""
+    """Return whether the run writes no more checkpoints: its summary is of the last step, or the guard halted it."""
     summary_, config = (remote.read(run / name) for name in ("summary.json", "config.json"))
     if summary_ is None or config is None:
         return False
@@ -105,43 +106,43 @@ def finished(run: Folder) -> bool:
 
 
 def perplexity(checkpoint: checkpoints.Checkpoint, options: argparse.Namespace, changes: dict[str, Any]) -> Scored:
-    """Loss, perplexity and bits per byte of a checkpoint."""
-    found = summary(score(checkpoint, corpus_of(checkpoint.config, options, changes)), None)
-    measures = {name: found[name] for name in ("loss", "perplexity", "bits_per_token", "bits_per_byte")}
+    """Return loss, perplexity and bits per byte of a checkpoint."""
+    result = summary(score(checkpoint, corpus_of(checkpoint.config, options, changes)), None)
+    measures = {name: result[name] for name in ("loss", "perplexity", "bits_per_token", "bits_per_byte")}
     values = {name: measure["value"] for name, measure in measures.items()}
     intervals = {name: [measure["low"], measure["high"]] for name, measure in measures.items()}
     return {
         **values,
         "intervals": intervals,
-        **{name: found[name] for name in ("documents", "tokens", "bytes", "bits_per_byte_reason") if name in found},
+        **{name: result[name] for name in ("documents", "tokens", "bytes", "bits_per_byte_reason") if name in result},
     }
 
 
-def tasks_of(names: Sequence[str], data: Path | None) -> harness.Tasks:
-    """lm-eval's tasks, those that cannot run named on stderr. Raises UserError where none can."""
-    harness.quiet()
-    tasks = harness.load_tasks(names, data)
-    for line in harness.missing_lines(tasks):
+def tasks_of(names: Sequence[str], data: Path | None) -> harness_tasks.Tasks:
+    """Return lm-eval's tasks; name those that cannot run on stderr. Raises UserError where none can."""
+    harness_tasks.quiet()
+    tasks = harness_tasks.load_tasks(names, data)
+    for line in harness_tasks.missing_lines(tasks):
         print(f"left out: {line}", file=sys.stderr, flush=True)
-    harness.check_any(tasks)
+    harness_tasks.check_any(tasks)
     return tasks
 
 
-def benchmarks(checkpoint: checkpoints.Checkpoint, tasks: harness.Tasks, limit: int | None) -> Scored:
-    """{task or group: {metric,filter: value}} of a checkpoint."""
+def benchmarks(checkpoint: checkpoints.Checkpoint, tasks: harness_tasks.Tasks, limit: int | None) -> Scored:
+    """Return {task or group: {metric,filter: value}} of a checkpoint."""
     from mhc.eval.harness.lm import LanguageModel
 
     model = LanguageModel(checkpoint)
-    can = harness.runnable(tasks, model, unsafe=False)
-    harness.check_any(can)
+    can = harness_tasks.runnable(tasks, model, unsafe=False)
+    harness_tasks.check_any(can)
     every: Scored = {}
-    for one in harness.scores(harness.evaluate(model, can, limit=limit), can):
-        every.setdefault(one.name, {})[one.metric] = one.value
+    for scored in harness_scores.scores(harness_scores.evaluate(model, can, limit=limit), can):
+        every.setdefault(scored.name, {})[scored.metric] = scored.value
     return every
 
 
 def main(arguments: Sequence[str]) -> int:
-    """The command line; returns the exit code. Raises UserError for a mistake."""
+    """Run the command line; return the exit code. Raises UserError for a mistake."""
     parser = cli.Parser(
         description="Score a run's checkpoints as they are committed.",
         example="{prog} runs/a --rows 0",
@@ -176,14 +177,14 @@ def main(arguments: Sequence[str]) -> int:
     def measure(step: int) -> Scored:
         print(f"{run}: scoring checkpoint {step}", file=sys.stderr, flush=True)
         checkpoint = checkpoints.load(options.run, step, changes=changes)
-        found = perplexity(checkpoint, options, changes)
-        bits = found.get("bits_per_byte_reason") or f"{found['bits_per_byte']:.4f} bits per byte"
-        told = f"{checkpoint.name}: loss {found['loss']:.4f}, {bits}"
+        result = perplexity(checkpoint, options, changes)
+        bits = result.get("bits_per_byte_reason") or f"{result['bits_per_byte']:.4f} bits per byte"
+        told = f"{checkpoint.name}: loss {result['loss']:.4f}, {bits}"
         if tasks is not None:
-            found["tasks"] = benchmarks(checkpoint, tasks, options.limit)
-            told += "".join(f", {name} {next(iter(of.values())):.4f}" for name, of in found["tasks"].items() if of)
+            result["tasks"] = benchmarks(checkpoint, tasks, options.limit)
+            told += "".join(f", {name} {next(iter(of.values())):.4f}" for name, of in result["tasks"].items() if of)
         print(told, flush=True)
-        return found
+        return result
 
     how = {
         "changes": checkpoints.without_mesh(changes),
@@ -204,7 +205,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _checked(options: argparse.Namespace, run: Folder) -> Path:
-    """The file for the scores. Raises UserError for it and for options that make no sense."""
+    """Return the file for the scores. Raises UserError for it and for options that make no sense."""
     if options.limit is not None and options.limit < 1:
         raise UserError(f"--limit: given {options.limit}, allowed: 1 or more")
     if not options.every_seconds > 0:

@@ -15,6 +15,7 @@ from typing import Any
 import jax
 
 from mhc.errors import did_you_mean
+from mhc.kernels.checks import check_float
 
 TARGETS = {"xla": "mhc.kernels.xla", "reference": "mhc.residual.reference"}
 """Implementations by name: the module with a function for each kernel. A kernel that it lacks is that of ``xla``."""
@@ -54,7 +55,11 @@ def add(x: jax.Array, y: jax.Array, post: jax.Array) -> jax.Array:
     """Return x'_i = x_i + post[i] y, ``write`` under the identity map, in the dtype of x.
 
     x [..., N, D], y [..., D], post [N, ...] -> x' [..., N, D].
+
+    Raises:
+      TypeError: x is not of floating point.
     """
+    check_float("x", x)
     return _run("add", x, y, post)
 
 
@@ -67,7 +72,12 @@ def project(x: jax.Array, phi: jax.Array, eps: float) -> jax.Array:
 
 
 def read(x: jax.Array, pre: jax.Array) -> jax.Array:
-    """Return u = sum_j pre[j] x_j: x [..., N, D], pre [N, ...] -> u [..., D] in the dtype of x."""
+    """Return u = sum_j pre[j] x_j: x [..., N, D], pre [N, ...] -> u [..., D] in the dtype of x.
+
+    Raises:
+      TypeError: x is not of floating point.
+    """
+    check_float("x", x)
     return _run("read", x, pre)
 
 
@@ -84,7 +94,11 @@ def write(x: jax.Array, y: jax.Array, post: jax.Array, res: jax.Array) -> jax.Ar
     """Return x'_i = sum_j res[i, j] x_j + post[i] y, in the dtype of x.
 
     x [..., N, D], y [..., D], post [N, ...], res [N, N, ...] -> x' [..., N, D].
+
+    Raises:
+      TypeError: x is not of floating point.
     """
+    check_float("x", x)
     return _run("write", x, y, post, res)
 
 

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from mhc.kernels.presets import check_sinkhorn
+from mhc.kernels.checks import check_sinkhorn
 
 # Above this spread of logits (in nats) float32 underflows on the way, so Sinkhorn runs on logarithms instead.
 LINEAR_SPREAD = 30.0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mhc.errors import did_you_mean
+from mhc.kernels.checks import is_whole
 
 if TYPE_CHECKING:
     from jax.typing import ArrayLike
@@ -50,7 +50,7 @@ def named(params: Mapping[str, ArrayLike], names: Iterable[str], function: str) 
 
 def check_count(name: str, count: object) -> None:
     """Refuse what is no whole number of at least 1. Raises ValueError."""
-    if isinstance(count, bool) or not hasattr(count, "__index__") or operator.index(count) < 1:
+    if not is_whole(count) or int(count) < 1:  # type: ignore[call-overload]
         raise ValueError(f"{name} must be at least 1 and a whole number, got {count!r}")
 
 

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from mhc.kernels.presets import SINKHORN_PRESETS, check_sinkhorn
+from mhc.kernels.checks import SINKHORN_PRESETS, check_sinkhorn
 from mhc.residual.arrays import check_axes, check_count, check_leading, check_square, check_streams, named, promoted
 from mhc.residual.initial import PRESETS, draws, hc_params, head_params, mhc_alpha, mhc_bias, mhc_params, mhc_phi
 from mhc.residual.mixing import Mixing, mixing_of

@@ -8,6 +8,7 @@ import numpy as np
 from flax import nnx
 
 from mhc.residual import initial
+from mhc.residual.arrays import promoted
 from mhc.residual.runner import StreamRunner
 from mhc.residual.streams import StreamConnection, StreamTopology, TokenMaps
 from mhc.rng import PathKey
@@ -44,14 +45,15 @@ class HyperConnectionMaps(StreamConnection):
 
     def token_maps(self, x: jax.Array) -> TokenMaps:
         lead = x.shape[:-2]
-        static = [p[...] for p in (self.b_pre, self.b_post, self.b_res)]
+        # In float32 or wider, also where somebody has cast the parameters.
+        static = [promoted(b=p[...])[0] for p in (self.b_pre, self.b_post, self.b_res)]
         b_pre, b_post, b_res = (b.reshape(*b.shape, *(1,) * len(lead)) for b in static)
         if not self.dynamic:
             spread = (jnp.broadcast_to(b, (*b.shape[: b.ndim - len(lead)], *lead)) for b in (b_pre, b_post, b_res))
             return TokenMaps(*spread)
         # The three projections are one matmul; its row r of stream j is (m_j . w_r), tokens last.
         w = jnp.concatenate([self.w_pre[...][:, None], self.w_post[...][:, None], self.w_res[...]], axis=1)  # [D, 2+N]
-        xw = x.astype(jnp.promote_types(x.dtype, w.dtype))
+        xw, w = promoted(x=x, w=w)
         scale = jax.lax.rsqrt(jnp.mean(xw * xw, axis=-1) + self.rms_eps)  # [..., N]
         raw = jnp.moveaxis((xw @ w) * scale[..., None], (-1, -2), (0, 1))  # [2+N, N, ...]
         raw = jnp.tanh(raw) if self.tanh else raw

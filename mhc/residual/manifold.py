@@ -11,7 +11,7 @@ import numpy as np
 from flax import nnx
 
 from mhc import kernels
-from mhc.kernels.presets import check_sinkhorn
+from mhc.kernels.checks import check_sinkhorn
 from mhc.residual import initial
 from mhc.residual.mixing import Mixing, configured
 from mhc.residual.mixing.sinkhorn import Sinkhorn

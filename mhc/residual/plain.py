@@ -24,7 +24,7 @@ class PlainConnection(Connection):
         return state, state.shape[:-1]
 
     def write(self, state: jax.Array, y: jax.Array, context: Any) -> jax.Array:
-        return (state if self.scale == 1.0 else self.scale * state) + y
+        return ((state if self.scale == 1.0 else self.scale * state) + y).astype(state.dtype)
 
     def maps(self, context: Any) -> Maps:
         one = jnp.ones((*context, 1), jnp.float32)

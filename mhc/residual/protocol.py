@@ -26,7 +26,9 @@ from flax import nnx
 
 from mhc import kinds as _kinds
 from mhc.errors import UserError, did_you_mean
+from mhc.kernels.checks import is_whole
 from mhc.kinds import Kind
+from mhc.residual.arrays import check_count
 from mhc.residual.functional import Maps
 from mhc.residual.runner import Runner
 from mhc.rng import PathKey
@@ -208,6 +210,8 @@ def builder(kind: str) -> Builder:
     Raises:
       ValueError: unknown kind.
     """
+    if not isinstance(kind, str):
+        raise ValueError(f"kind: given {kind!r}, allowed: one of {', '.join(kinds())}")
     if kind not in _REGISTRY:
         spec = _kinds.known().get(kind)
         if spec is None or not spec.builder:
@@ -252,10 +256,11 @@ def build(
       given: n, init, collapse and the kind's options, as its builder takes them.
 
     Raises:
-      ValueError: unknown kind or option, a value that an option may not hold, or a number of streams, preset or
+      ValueError: unknown kind or option, a value that an option may not hold, or a width, number of streams, preset or
         collapse that it does not have.
     """
     taken, spec = options(kind), _kinds.known()[kind]
+    check_count("width", width)
     for field in ("n", "init", "collapse"):
         words = spec.refusal(field, given.get(field))
         if words is not None:
@@ -265,15 +270,14 @@ def build(
     for name in given:
         if name not in taken:
             allowed = [option for option in taken if option != "sublayers"]
-            raise ValueError(
-                f"kind {kind!r} has no option {name!r}{did_you_mean(name, allowed)}; allowed: {', '.join(allowed)}"
-            )
+            near = did_you_mean(name, [*allowed, "kind", "sublayers", "rngs"])
+            raise ValueError(f"kind {kind!r} has no option {name!r}{near}; allowed: {', '.join(allowed)}")
         if name in spec.options:
             try:
                 spec.options[name].check(name, spec.options[name].type, given[name])
             except UserError as error:
                 raise ValueError(str(error)) from None
-    if sublayers is not None and sublayers < 1:
-        raise ValueError(f"sublayers: given {sublayers}, allowed: an int >= 1")
+    if sublayers is not None and not (is_whole(sublayers) and sublayers >= 1):
+        raise ValueError(f"sublayers: given {sublayers!r}, allowed: an int >= 1")
     depth = {"sublayers": sublayers} if "sublayers" in taken else {}
     return builder(kind)(width, rngs=rngs, **depth, **given)

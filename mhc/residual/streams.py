@@ -10,6 +10,7 @@ from flax import nnx
 
 from mhc import kernels
 from mhc.residual import functional
+from mhc.residual.arrays import check_axes
 from mhc.residual.functional import Maps
 from mhc.residual.protocol import Connection, ResidualTopology
 from mhc.rng import PathKey, path_key
@@ -106,6 +107,7 @@ class StreamTopology(ResidualTopology):
             self.head = LearnedCollapse(n, width, rms_eps=rms_eps, map_eps=map_eps, rngs=path_key(rngs) / "head")
 
     def expand(self, h: jax.Array) -> jax.Array:
+        check_axes("h", h, ("D", self.width))
         return jnp.broadcast_to(h[..., None, :], (*h.shape[:-1], self.n, h.shape[-1]))
 
     def collapse(self, state: jax.Array) -> jax.Array:

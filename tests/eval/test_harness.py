@@ -31,6 +31,8 @@ from mhc.eval.common import rows as corpora
 from mhc.eval.common.scoring import windows
 from mhc.eval.harness import __main__ as harness
 from mhc.eval.harness import lm
+from mhc.eval.harness import scores as harness_scores
+from mhc.eval.harness import tasks as harness_tasks
 from mhc.eval.harness.lm import LanguageModel, generation
 from mhc.eval.perplexity.score import score
 from tests.small import random_params
@@ -549,19 +551,19 @@ class Scholar(LM):
 def test_the_eight_of_the_paper(tmp_path):
     """Shots, filters and metrics of each, on rows of its own schema: all right gives 1, all wrong 0."""
     write_paper_data(tmp_path)
-    tasks = harness.load_tasks([harness.GROUP], tmp_path)
-    assert [one.task for one in harness.MHC_PAPER] == list(tasks.asked)
+    tasks = harness_tasks.load_tasks([harness_tasks.GROUP], tmp_path)
+    assert [one.task for one in harness_tasks.MHC_PAPER] == list(tasks.asked)
     shots = {"BBH": 3, "DROP": 3, "GSM8K": 8, "HellaSwag": 10, "MATH": 4, "MMLU": 5, "PIQA": 0, "TriviaQA": 5}
-    assert {one.title: one.shots for one in harness.MHC_PAPER} == shots
+    assert {one.title: one.shots for one in harness_tasks.MHC_PAPER} == shots
     assert len(tasks.asked["mmlu"]) == 57 and len(tasks.asked["bbh_cot_fewshot"]) == 27
     assert len(tasks.asked["minerva_math"]) == 7 and len(tasks.loaded) == 2 + 2 + 1 + 5
-    gone = harness.missing_lines(tasks)
+    gone = harness_tasks.missing_lines(tasks)
     assert [line.split(":")[0] for line in gone] == ["bbh_cot_fewshot", "minerva_math", "mmlu"]
     assert gone[2].startswith("mmlu: 55 of its 57 parts left out: ") and "cais/mmlu" in gone[2]
 
     scholar = Scholar()
-    every = harness.scores(harness.evaluate(scholar, tasks), tasks)
-    for one in harness.paper(every, tasks):
+    every = harness_scores.scores(harness_scores.evaluate(scholar, tasks), tasks)
+    for one in harness_scores.paper(every, tasks):
         assert one["value"] == 1.0, one
         shown = next(score for score in every if (score.name, score.metric) == (one["task"], one["key"]))
         assert shown.shots == one["shots"]
@@ -576,18 +578,18 @@ def test_the_eight_of_the_paper(tmp_path):
         "piqa": "Question: ",
         "triviaqa": "Question: ",
     }
-    for (name, mark), benchmark in zip(marks.items(), harness.MHC_PAPER, strict=True):
+    for (name, mark), benchmark in zip(marks.items(), harness_tasks.MHC_PAPER, strict=True):
         assert scholar.prompts[name].count(mark) == benchmark.shots + 1, name
 
-    dunce = harness.load_tasks([harness.GROUP], tmp_path)
-    every = harness.scores(harness.evaluate(Scholar(wrong=True), dunce), dunce)
-    assert {one["value"] for one in harness.paper(every, dunce)} == {0.0}
+    dunce = harness_tasks.load_tasks([harness_tasks.GROUP], tmp_path)
+    every = harness_scores.scores(harness_scores.evaluate(Scholar(wrong=True), dunce), dunce)
+    assert {one["value"] for one in harness_scores.paper(every, dunce)} == {0.0}
 
 
 def test_the_paper_without_data_names_each_benchmark(trained, tmp_path, capsys):
     with pytest.raises(UserError, match="none of the 8"):
         harness.main(["--checkpoint", str(trained), "--tasks", "mhc_paper", "--data", str(tmp_path)])
     lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("left out: ")]
-    assert [line.split(":")[1].strip() for line in lines] == [one.task for one in harness.MHC_PAPER]
+    assert [line.split(":")[1].strip() for line in lines] == [one.task for one in harness_tasks.MHC_PAPER]
     assert all("Hub" in line for line in lines)
     logging.getLogger("lm_eval").setLevel(logging.NOTSET)

@@ -87,7 +87,7 @@ def test_the_page_on_adding_a_topology_is_true(
     assert names["losses"][-1] < names["losses"][0]
     from mhc import cli  # what --config ring_demo.py does
 
-    config = cli.load_config(str(tmp_path / "ring_demo.py"), [], cli.Parser())
+    config = cli.load_config(str(tmp_path / "ring_demo.py"), [])
     assert config.residual.kind == "ring"
 
 
@@ -214,7 +214,7 @@ def test_what_is_no_output_is_refused() -> None:
         connection(x, lambda u: (u, u))  # type: ignore[arg-type, return-value]
     with pytest.raises(ValueError, match=r"the shape of its input \(5, 8\), got \(5, 1\)"):
         connection(x, lambda u: u[:, :1])
-    with pytest.raises(ValueError, match=r"streams \[\.\.\., N=4, D\], got shape \(5, 8\): expand first"):
+    with pytest.raises(ValueError, match=r"must be \[\.\.\., N=4, D=8\], got float32\[5, 8\]: expand first"):
         connection(h, lambda u: u)
 
 

@@ -39,10 +39,11 @@ class Kronecker(Mixing):
         return jnp.tile(jnp.array([0.0, -gap], jnp.float32), self.logits(n) // 2)
 
     def reference(self, logits: jax.Array, n: int) -> jax.Array:
-        return kronecker_mixture(jax.nn.softmax(logits.reshape(*logits.shape[:-1], -1, 2), axis=-1))
+        return kronecker_mixture(jax.nn.softmax(logits.reshape(*logits.shape[:-1], self.logits(n) // 2, 2), axis=-1))
 
     def __call__(self, logits: jax.Array, n: int) -> jax.Array:
-        pairs = jax.nn.softmax(logits.reshape(-1, 2, *logits.shape[1:]), axis=1)
+        # -1 for K would fail where there is no token.
+        pairs = jax.nn.softmax(logits.reshape(self.logits(n) // 2, 2, *logits.shape[1:]), axis=1)
         h = kronecker_mixture(jnp.moveaxis(pairs, (0, 1), (-2, -1)))
         return jnp.moveaxis(h, (-2, -1), (0, 1))
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mhc import kernels
-from mhc.kernels.presets import check_sinkhorn
+from mhc.kernels.checks import check_sinkhorn
 from mhc.residual.arrays import check_square, promoted
 from mhc.residual.mixing import Mixing
 from mhc.residual.runner import ManifoldRunner, softmax
