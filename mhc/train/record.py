@@ -306,7 +306,7 @@ def _alone(record: Mapping[str, Any]) -> float:
 
 
 def wall_seconds(metrics: Path) -> float:
-    """Return the seconds that a run's processes had run at the last line of its metrics.jsonl, lines to be cut included."""
+    """Return the seconds that a run's processes had taken by the last line of its metrics.jsonl, cut lines included."""
     records = read_jsonl(metrics) if metrics.is_file() else []
     if not records:
         return 0.0
