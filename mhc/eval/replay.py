@@ -26,7 +26,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -35,6 +35,10 @@ from mhc import config as configs
 from mhc.config import Config
 from mhc.errors import UserError
 from mhc.files import read_json, read_jsonl
+
+if TYPE_CHECKING:
+    from mhc.data.pipeline import TrainIterator
+    from mhc.train.step import Trainer, TrainState
 
 # The batches of the run are the point of a replay: what decides them stays.
 _BATCHES = ("data.", "train.batch_size", "seed.data")
@@ -77,7 +81,7 @@ class Replay:
 
 
 class _Stored(NamedTuple):
-    """A run folder as a replay needs it."""
+    """Holds what a replay needs of a run folder."""
 
     folder: remote.Folder  # with the checkpoints
     config: Config
@@ -101,13 +105,13 @@ def replay(
     Args:
         run: its folder.
         step: from 1 to the last logged.
-        first: the first step to replay: the state is that of the last checkpoint before it. None: the last checkpoint
-            before ``step``; with fresh weights, step 1.
-        rows: of the batch, for the profile's forward measures; None: monitor.probe_sequences, 0: all.
+        first: the first step to replay, from the state of the last checkpoint before it; None: the one after the last
+            checkpoint before ``step``, or 1 with fresh weights.
+        rows: how many rows of the batch the profile's forward measures take; None: monitor.probe_sequences, 0: all.
         overrides: {dotted field: value}.
-        devices: those to use (of jax); None: all.
+        devices: those of jax to use; None: all.
         nan: whether to look for the first NaN of step ``step``.
-        say: told what is going on, a line at a time.
+        say: called with lines on what is going on.
 
     Raises:
         UserError: no run, a step that it did not log, an override of what decides the batches, or data that is gone.
@@ -127,9 +131,7 @@ def replay(
     from mhc.data import pipeline, tokenizers
     from mhc.monitor import probes
     from mhc.sharding import check_batch, make_mesh, put_batch
-    from mhc.train.checkpoint import Checkpoints, committed_steps
     from mhc.train.record import batch_hash
-    from mhc.train.start import initial_state, state_of_weights
     from mhc.train.step import Trainer
 
     tokenizer = tokenizers.load(changed.data.tokenizer)
@@ -141,29 +143,11 @@ def replay(
         bool(changes) and not _same_state(trainer.abstract, stored.config, mesh)
     )
     wanted = (first or (1 if fresh else step)) - 1  # completed steps to start from
-    old = [done for done in committed_steps(stored.folder) if done <= wanted]
-    checkpoint = max(old, default=None)
 
     reading = dataclasses.replace(config.data, workers=0)  # a few batches: sooner read than processes started
     data = pipeline.train_iterator(reading, tokenizer, batch_size=config.train.batch_size, seed=config.seed.data)
     try:
-        completed, start = 0, None
-        if checkpoint is not None:
-            checkpoints = Checkpoints(stored.folder, config.checkpoint, read_only=True)
-            try:
-                stands = checkpoints.standing(checkpoint)
-                if not fresh and stands.weights_only:
-                    state, start = state_of_weights(trainer, stored.folder, checkpoint), checkpoint
-                elif not fresh:
-                    state, _ = checkpoints.restore(checkpoint, trainer.abstract, trainer.layout)
-                    start = checkpoint
-            finally:
-                checkpoints.close()
-            if stands.data is not None:  # an imported model has seen none
-                data.set_state(stands.data)
-            completed = checkpoint
-        if start is None:
-            state = initial_state(trainer)
+        state, start, completed = _restored(stored, trainer, data, fresh, wanted)
         say(_beginning(start, fresh, config, changes))
 
         left_out = batches_left_out(stored.events)
@@ -187,11 +171,7 @@ def replay(
         data.close()
 
     scalars = {name: float(values[name]) for name in _LOGGED}
-    profile = {"grad_norm": np.asarray(values["grad"].sublayers)}
-    if "update" in values:
-        profile["update_ratio"] = np.asarray(values["update"].sublayers) / np.maximum(
-            np.asarray(values["param"].sublayers), 1e-30
-        )
+    profile = _of_sublayers(values)
     events = [event for event in standing(stored.events) if event["step"] == step]
     return Replay(
         step=step,
@@ -208,9 +188,48 @@ def replay(
     )
 
 
+def _restored(
+    stored: _Stored, trainer: Trainer, data: TrainIterator, fresh: bool, wanted: int
+) -> tuple[TrainState, int | None, int]:
+    """Return (state, completed steps of it, completed steps of the data) of the last checkpoint up to ``wanted`` steps.
+
+    The data is set to where the checkpoint left it. The state is initialised from the seed, with None for its steps,
+    where there is no checkpoint or the weights are to be ``fresh``.
+    """
+    from mhc.train.checkpoint import Checkpoints, committed_steps
+    from mhc.train.start import initial_state, state_of_weights
+
+    checkpoint = max((done for done in committed_steps(stored.folder) if done <= wanted), default=None)
+    if checkpoint is None:
+        return initial_state(trainer), None, 0
+    checkpoints = Checkpoints(stored.folder, trainer.config.checkpoint, read_only=True)
+    try:
+        stands = checkpoints.standing(checkpoint)
+        if stands.data is not None:  # an imported model has seen none
+            data.set_state(stands.data)
+        if fresh:
+            return initial_state(trainer), None, checkpoint
+        if stands.weights_only:
+            return state_of_weights(trainer, stored.folder, checkpoint), checkpoint, checkpoint
+        state, _ = checkpoints.restore(checkpoint, trainer.abstract, trainer.layout)
+        return state, checkpoint, checkpoint
+    finally:
+        checkpoints.close()
+
+
+def _of_sublayers(values: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    """Return the gradient norm, and the update over the parameter norm where it was taken, of every sublayer [S]."""
+    profile = {"grad_norm": np.asarray(values["grad"].sublayers)}
+    if "update" in values:
+        size = np.maximum(np.asarray(values["param"].sublayers), 1e-30)
+        profile["update_ratio"] = np.asarray(values["update"].sublayers) / size
+    return profile
+
+
 def change(config: Config, overrides: Mapping[str, Any]) -> Config:
-    """A resolved config with other values; what was derived is derived anew, and what only the old residual kind had
-    goes back to its default.
+    """Return a resolved config with other values.
+
+    What was derived is derived anew, and what only the old residual kind had goes back to its default.
 
     Raises:
         UserError: an override of what decides the batches, or values that do not go together.
@@ -220,13 +239,13 @@ def change(config: Config, overrides: Mapping[str, Any]) -> Config:
             raise UserError(f"{name}: decides the batches, and a replay feeds the run's own; allowed: other fields")
     if not overrides:
         return config
-    made = configs.change(config, overrides)
+    changed = configs.change(config, overrides)
     assert config.model.vocab_size is not None
-    return configs.resolve(made, made.model.vocab_size or config.model.vocab_size)
+    return configs.resolve(changed, changed.model.vocab_size or config.model.vocab_size)
 
 
 def batches_left_out(events: Sequence[Mapping[str, Any]]) -> dict[int, int]:
-    """{completed steps: batches left out after them}, of the rewinds whose steps are still part of the run."""
+    """Return {completed steps: batches left out after them}, of the rewinds whose steps are still part of the run."""
     out: dict[int, int] = {}
     for event in events:
         if event["event"] == "rewind":
@@ -236,7 +255,7 @@ def batches_left_out(events: Sequence[Mapping[str, Any]]) -> dict[int, int]:
 
 
 def standing(events: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """The spikes and non-finite steps that no rewind undid."""
+    """Return the spikes and non-finite steps that no rewind undid."""
     out: list[Mapping[str, Any]] = []
     for event in events:
         if event["event"] == "rewind":
@@ -247,7 +266,7 @@ def standing(events: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
 
 
 def render(result: Replay) -> str:
-    """The text that the command prints."""
+    """Return the text that the command prints."""
     lines = [f"step {result.step}"]
     for name in _LOGGED:
         lines.append(f"  {name:<12} {result.metrics[name]!r:<22}{_compared(result, name)}".rstrip())
@@ -296,7 +315,7 @@ def render(result: Replay) -> str:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """The command line; returns the exit code: 1 where the log was not reproduced. Raises UserError for a mistake."""
+    """Run the command line; return the exit code, 1 where the log was not reproduced. Raises UserError."""
     parser = cli.Parser(
         description="Replay a step of a run: its loss, gradient norm and profile over sublayers.",
         example="{prog} runs/a --step 400 --config.optimizer.lr=1e-3",
@@ -327,9 +346,9 @@ def take_cores_of(run: Path) -> None:
     summary = run / "summary.json"
     if "jax" in sys.modules or not hasattr(os, "sched_setaffinity") or not summary.is_file():
         return
-    cores, own = read_json(summary).get("cores"), sorted(os.sched_getaffinity(0))
-    if cores and cores < len(own):
-        os.sched_setaffinity(0, own[:cores])
+    cores, usable = read_json(summary).get("cores"), sorted(os.sched_getaffinity(0))
+    if cores and cores < len(usable):
+        os.sched_setaffinity(0, usable[:cores])
 
 
 def _read(run: str | Path) -> _Stored:
@@ -345,7 +364,7 @@ def _read(run: str | Path) -> _Stored:
 
 
 def _same_state(abstract: Any, config: Config, mesh: Any) -> bool:
-    """Whether a state of ``config`` has the shapes of ``abstract``."""
+    """Return whether a state of ``config`` has the shapes of ``abstract``."""
     import jax
 
     from mhc.train.step import Trainer
@@ -406,10 +425,10 @@ def _first_nan(trainer: Any, state: Any, batch: Any, completed: int) -> list[str
     map_paths(lambda path, leaf: weights.append(path) if jnp.isnan(leaf).any() else None, state.params)
     if weights:
         return [f"in the weights before the step: {weights[0]} ({len(weights)} arrays with NaN)"]
-    found = first_nan(trainer, state.params, batch, completed)
-    if found is None:
+    operation = first_nan(trainer, state.params, batch, completed)
+    if operation is None:
         return []
-    name, origin = found
+    name, origin = operation
     head, *rest = origin.render()
     fine = np.asarray(finite_outputs(trainer, state.params, batch, completed))
     where = [] if fine.all() else [f"the first output that is not finite: {sublayer_name(int(np.argmin(fine)))}"]

@@ -71,7 +71,7 @@ class TrainLog:
     def _write(self, text: str) -> None:
         if self._file.closed:
             return
-        lines = "".join(f"{self._clock()} {line}\n" for line in text.split("\n")).encode()
+        lines = "".join(f"{self._clock()} {line}\n" for line in text.split("\n")).encode(errors="backslashreplace")
         with contextlib.suppress(OSError):
             whole = b"\n" * self._torn + lines
             self._torn = self._file.write(whole) < len(whole)

@@ -87,7 +87,7 @@ def test_the_page_on_adding_a_topology_is_true(
     assert names["losses"][-1] < names["losses"][0]
     from mhc import cli  # what --config ring_demo.py does
 
-    config = cli.load_config(str(tmp_path / "ring_demo.py"), [], cli.Parser())
+    config = cli.load_config(str(tmp_path / "ring_demo.py"), [])
     assert config.residual.kind == "ring"
 
 

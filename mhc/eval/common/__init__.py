@@ -1,1 +1,1 @@
-"""What the evaluation programs share."""
+"""Modules that the evaluation programs share: checkpoints, programs over them, statistics, figures, pages."""

@@ -84,7 +84,7 @@ class Sheet:
 
     @property
     def wide(self) -> bool:
-        """Whether the figure takes the page's width."""
+        """Return whether the figure takes the page's width."""
         return bool(self.figure.get_figwidth() > NARROW)
 
     def title(self, panel: int, text: str) -> None:

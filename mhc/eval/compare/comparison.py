@@ -41,7 +41,7 @@ class Comparison:
 
     @property
     def crowded(self) -> bool:
-        """Whether there are too many arms to show each by itself."""
+        """Return whether there are too many arms to show each by itself."""
         return len(self.arms) > CROWD
 
 

@@ -58,7 +58,7 @@ def _usual(field: str) -> bool:
 
 
 def _derived(arm: Arm, field: str) -> bool:
-    """Whether a field holds what it would if nobody had set it."""
+    """Return whether a field holds what it would if nobody had set it."""
     if arm.flat.get(field) is None:
         return True
     try:

@@ -1,4 +1,4 @@
-"""Bits per byte of byte n-gram models: what a model must beat before its numbers mean anything.
+"""Compute bits per byte of byte n-gram models: what a model must beat before its numbers mean anything.
 
 Both models are counted on the training documents with add-one smoothing over the 256 bytes and scored on the validation
 documents. A document starts in a context of its own, so that no byte is predicted from another document.
@@ -21,7 +21,7 @@ MAX_BYTES = 1 << 28  # of each split; 65 792 probabilities are settled long befo
 
 @dataclasses.dataclass(frozen=True)
 class Baselines:
-    """Bits per byte of the two models; None, with the reason, where they cannot be had."""
+    """Holds bits per byte of the two models; None, with the reason, where they cannot be had."""
 
     unigram: float | None
     bigram: float | None
@@ -32,7 +32,7 @@ class Baselines:
 
 
 def count(documents: Iterable[bytes]) -> NDArray[np.int64]:
-    """Counts [257, 256] of (context, byte) over documents; row 256 is the start of a document."""
+    """Return counts [257, 256] of (context, byte) over documents; row 256 is the start of a document."""
     counts = np.zeros(257 * 256, np.int64)
     for document in documents:
         data = np.frombuffer(document, np.uint8)
@@ -48,7 +48,7 @@ def count(documents: Iterable[bytes]) -> NDArray[np.int64]:
 
 
 def bits_per_byte(train: NDArray[np.int64], validation: NDArray[np.int64]) -> tuple[float, float]:
-    """(unigram, bigram) bits per byte from the counts [257, 256] of the two splits.
+    """Return (unigram, bigram) bits per byte from the counts [257, 256] of the two splits.
 
     Raises:
         ValueError: the validation counts are empty.
@@ -63,7 +63,7 @@ def bits_per_byte(train: NDArray[np.int64], validation: NDArray[np.int64]) -> tu
 
 
 def baselines(data: DataConfig, *, max_bytes: int = MAX_BYTES) -> Baselines:
-    """The two models on a run's own splits.
+    """Return the two models on a run's own splits.
 
     Token-id sources hold no text, and a corpus may be missing where the report is made: both give None and a reason.
     """

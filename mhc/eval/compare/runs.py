@@ -57,18 +57,18 @@ class Arm:
 
     @property
     def kind(self) -> str:
-        """The residual topology: plain, hc, mhc, …"""
+        """Return the residual topology: plain, hc, mhc, …"""
         return str(self.config["residual"]["kind"])
 
     @property
     def mixes(self) -> bool:
-        """Whether maps may mix streams: all kinds but the plain residual, also those that are not known here."""
+        """Return whether maps may mix streams: all kinds but the plain residual, also those that are not known here."""
         kind = kinds.known().get(self.kind)
         return kind is None or not kind.is_plain
 
     @property
     def preset(self) -> str | None:
-        """The convention by which the maps are projected, such as Sinkhorn's preset; None where the kind has none."""
+        """Return the convention by which the maps are projected, such as Sinkhorn's preset; None without any."""
         kind = kinds.known().get(self.kind)
         return str(self.flat[f"residual.{kind.convention}"]) if kind is not None and kind.convention else None
 
@@ -80,32 +80,32 @@ class Arm:
 
     @property
     def seeds(self) -> tuple[int, int]:
-        """The seeds (init, data)."""
+        """Return the seeds (init, data)."""
         return int(self.config["seed"]["init"]), int(self.config["seed"]["data"])
 
     @property
     def steps(self) -> int:
-        """The number of completed updates that are logged."""
+        """Return the number of completed updates that are logged."""
         return int(self.metrics[-1]["step"])
 
     @property
     def planned_steps(self) -> int:
-        """The number of updates that the configuration asks for."""
+        """Return the number of updates that the configuration asks for."""
         return int(self.config["train"]["steps"])
 
     @property
     def finished(self) -> bool:
-        """Whether the run wrote its summary after its last planned step."""
+        """Return whether the run wrote its summary after its last planned step."""
         return self.summary is not None and self.steps >= self.planned_steps
 
     @property
     def lost(self) -> float:
-        """The share of the validation text's bytes that the tokeniser loses; 0 where the run does not tell."""
+        """Return the share of the validation text's bytes that the tokeniser loses; 0 where the run does not tell."""
         return float(self.starts[-1]["data"].get("bytes lost", 0.0)) if self.starts else 0.0
 
     @functools.cached_property
     def flat(self) -> dict[str, Any]:
-        """The configuration as {"section.field": value}; an option that the residual's kind lacks has its default."""
+        """Return the configuration as {"section.field": value}, options that the kind lacks with their default."""
         flat = dict(_flatten(self.config))
         return flat | {
             f"residual.{name}": option.default
@@ -115,12 +115,12 @@ class Arm:
 
     @property
     def judged_after(self) -> int:
-        """The number of steps before one that the run's z-scores needed."""
+        """Return the number of steps before one that the run's z-scores needed."""
         return int(self.flat.get("monitor.zscore_min_history") or 64)
 
     @functools.cached_property
     def judged(self) -> Sequence[int]:
-        """The steps that the run's z-scores judged: all but those with too little history before them."""
+        """Return the steps that the run's z-scores judged: all but those with too little history before them."""
         scores = ("z_loss", "z_grad_norm")
         told = [any(name in row for name in scores) for row in self.metrics]
         return [

@@ -69,12 +69,12 @@ class Episode:
 
     @property
     def step(self) -> int:
-        """The step at which it is marked."""
+        """Return the step at which it is marked."""
         return self.first if self.loss_step is None else self.loss_step
 
     @property
     def leader(self) -> str | None:
-        """The monitor that crossed first, of those within the window; None: none did."""
+        """Return the monitor that crossed first, of those within the window; None: none did."""
         return max(self.leads, key=lambda name: self.leads[name]) if self.leads else None
 
 
@@ -108,7 +108,7 @@ class History:
 
     @property
     def loss_events(self) -> list[Episode]:
-        """The episodes with a flagged or non-finite loss."""
+        """Return the episodes with a flagged or non-finite loss."""
         return [episode for episode in self.episodes if episode.loss_step is not None]
 
 

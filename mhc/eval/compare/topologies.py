@@ -59,22 +59,22 @@ class Topology:
 
     @property
     def arms(self) -> tuple[Arm, ...]:
-        """The arms at the best rate."""
+        """Return the arms at the best rate."""
         return self.best.arms
 
     @property
     def every_arm(self) -> list[Arm]:
-        """The arms at all rates."""
+        """Return the arms at all rates."""
         return [arm for rate in self.rates for arm in rate.arms]
 
     @property
     def at_edge(self) -> bool:
-        """Whether the best rate is the smallest or largest tried: a better one may lie beyond."""
+        """Return whether the best rate is the smallest or largest tried: a better one may lie beyond."""
         return len(self.rates) > 1 and self.best in (self.rates[0], self.rates[-1])
 
     @property
     def std(self) -> float | None:
-        """The standard deviation over seeds at the best rate, n − 1 in the denominator; None for fewer than two."""
+        """Return the standard deviation over seeds at the best rate (n − 1 below); None for fewer than two."""
         values = [value for value in self.best.scores.values() if math.isfinite(value)]
         return float(np.std(values, ddof=1)) if len(values) > 1 else None
 
@@ -100,7 +100,7 @@ class Paired:
 
     @property
     def separated(self) -> bool:
-        """Whether the interval excludes 0."""
+        """Return whether the interval excludes 0."""
         return self.interval is not None and (self.interval[0] > 0 or self.interval[1] < 0)
 
 

@@ -1,4 +1,4 @@
-"""A checkpoint as a model of EleutherAI's lm-evaluation-harness, registered there as ``mhc``; needs no torch.
+"""Serve a checkpoint as a model of EleutherAI's lm-evaluation-harness, registered there as ``mhc``, without torch.
 
     lm = LanguageModel("runs/a")                 # or mhc.eval.common.checkpoints.load(...)
     lm_eval.simple_evaluate(lm, tasks=["hellaswag"])
@@ -36,7 +36,7 @@ MAX_NEW_TOKENS = 256  # of a generation whose task does not say: lm-eval's own d
 
 
 class _Part(NamedTuple):
-    """A window of a request: tokens that are read, and which of their targets count."""
+    """Holds a window of a request: tokens that are read, and which of their targets count."""
 
     request: int
     tokens: Sequence[int]  # inputs and the last target
@@ -45,7 +45,7 @@ class _Part(NamedTuple):
 
 @register_model("mhc")
 class LanguageModel(TemplateLM):
-    """loglikelihood, loglikelihood_rolling and generate_until of a run's checkpoint."""
+    """Answers lm-eval's requests with a run's checkpoint: loglikelihood, loglikelihood_rolling, generate_until."""
 
     def __init__(
         self,
@@ -101,7 +101,7 @@ class LanguageModel(TemplateLM):
         return self._tokenizer.content_hash
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **ignored: Any) -> list[int]:
-        """Ids of a text, with bos unless ``add_special_tokens`` is False."""
+        """Return the ids of a text, with bos unless ``add_special_tokens`` is False."""
         ids: list[int] = self._tokenizer.encode(string).tolist()
         return ids if add_special_tokens is False else [self._tokenizer.bos_id, *ids]
 
@@ -112,7 +112,7 @@ class LanguageModel(TemplateLM):
 
     @contextlib.contextmanager
     def _naming(self, requests: Sequence[Instance]) -> Iterator[None]:
-        """Names the document of a task whose text the tokeniser has no ids for."""
+        """Name the document of a task whose text the tokeniser has no ids for."""
         try:
             yield
         except UserError:
@@ -128,7 +128,7 @@ class LanguageModel(TemplateLM):
     # Likelihoods -----------------------------------------------------------------------------------------------------
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
-        """(log-probability in nats, whether it is what greedy decoding gives) of each continuation."""
+        """Return (log-probability in nats, whether it is what greedy decoding gives) of each continuation."""
         pairs = []
         with self._naming(requests):
             for context, continuation in (request.args for request in requests):
@@ -142,7 +142,7 @@ class LanguageModel(TemplateLM):
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[tuple[str, str] | None, list[int], list[int]]], **ignored: Any
     ) -> list[tuple[float, bool]]:
-        """As ``loglikelihood``, of (texts, ids of the context, ids of the continuation)."""
+        """Return what ``loglikelihood`` does, for (texts, ids of the context, ids of the continuation)."""
         totals, greedy = np.zeros(len(requests)), np.ones(len(requests), bool)
         # One pass serves all the single tokens that are asked for behind one context: answers A, B, C, D of a question.
         single: dict[tuple[int, ...], list[tuple[int, int]]] = defaultdict(list)
@@ -174,33 +174,35 @@ class LanguageModel(TemplateLM):
                     totals[request] = -float(scores.nll[row, column])
                     greedy[request] = bool(scores.greedy[row, column])
             tell(len(batch["requests"]))
-        found = [(float(total), bool(flag)) for total, flag in zip(totals, greedy, strict=True)]
-        for (texts, *_), result in zip(requests, found, strict=True):
+        answers = [(float(total), bool(flag)) for total, flag in zip(totals, greedy, strict=True)]
+        for (texts, *_), result in zip(requests, answers, strict=True):
             if texts is not None:
                 self.cache_hook.add_partial("loglikelihood", texts, result)
-        return found
+        return answers
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
-        """Log-probability in nats of each text, eos left out: what ``eval.perplexity --without_eos`` sums with a
-        stride of the context's length."""
+        """Return the log-probability in nats of each text, without eos.
+
+        It is what ``eval.perplexity --without_eos`` sums with a stride of the context's length.
+        """
         texts = [request.args[0] for request in requests]
         with self._naming(requests):
             tokens = [(None, [self.prefix_token_id], self.tok_encode(text, add_special_tokens=False)) for text in texts]
         self._note_lost(texts)
-        found = [total for total, _ in self._loglikelihood_tokens(tokens)]
-        for text, total in zip(texts, found, strict=True):
+        answers = [total for total, _ in self._loglikelihood_tokens(tokens)]
+        for text, total in zip(texts, answers, strict=True):
             self.cache_hook.add_partial("loglikelihood_rolling", (text,), total)
-        return found
+        return answers
 
     def _note_lost(self, texts: Sequence[str]) -> None:
-        """Says where bits per byte, which lm-eval makes of these, count text that the tokeniser loses."""
+        """Warn where bits per byte, which lm-eval makes of these, count text that the tokeniser loses."""
         size = sum(len(text.encode()) for text in texts)
         share = sum(map(self._tokenizer.lost, texts)) / max(size, 1)
         if why := fidelity.reason(share, self.checkpoint.config.data.tokenizer):
             _log.warning("%s: those of these tasks, and their word and byte perplexities, are not comparable", why)
 
     def _batches(self, lengths: Sequence[int]) -> Iterator[tuple[list[int], int, int]]:
-        """(items, rows, width) of batches of alike length, the longest first: what does not fit shows at once."""
+        """Yield (items, rows, width) of batches of alike length, the longest first: what does not fit shows at once."""
         order = sorted(range(len(lengths)), key=lambda item: -lengths[item])
         for first in range(0, len(order), self.batch_size):
             items = order[first : first + self.batch_size]
@@ -208,7 +210,7 @@ class LanguageModel(TemplateLM):
             yield items, rows, min(padded(lengths[items[0]]), self.max_length)
 
     def _rows(self, parts: Sequence[_Part]) -> Iterator[Mapping[str, np.ndarray]]:
-        """Batches for ``Scorer.each``; also requests and weights, of those rows that are not filling."""
+        """Yield batches for ``Scorer.each``; also requests and weights, of those rows that are not filling."""
         for items, rows, width in self._batches([len(part.tokens) - 1 for part in parts]):
             batch = self._empty(rows, width) | {"targets": np.zeros((rows, width), np.int32)}
             weights = np.zeros((rows, width), bool)
@@ -222,7 +224,7 @@ class LanguageModel(TemplateLM):
     def _choices(
         self, contexts: Sequence[Sequence[int]], asked: Sequence[Sequence[tuple[int, int]]]
     ) -> Iterator[Mapping[str, np.ndarray]]:
-        """Batches of contexts with the tokens [B, K] that are asked for behind each."""
+        """Yield batches of contexts with the tokens [B, K] that are asked for behind each."""
         for items, rows, width in self._batches([len(context) for context in contexts]):
             most = power_of_two(max(len(asked[item]) for item in items))
             batch = self._empty(rows, width) | {"candidates": np.zeros((rows, most), np.int32)}
@@ -239,7 +241,11 @@ class LanguageModel(TemplateLM):
         return batch
 
     def _fill(self, batch: dict[str, np.ndarray], row: int, tokens: Sequence[int], context: int) -> None:
-        """``context``: tokens before the first one that is scored: of a prefix LM no others see one another."""
+        """Write a row of a batch.
+
+        Args:
+          context: tokens before the first one that is scored; of a prefix LM no others see one another.
+        """
         count = len(tokens)
         batch["tokens"][row, :count] = tokens
         batch["segment_ids"][row, :count] = 1
@@ -248,7 +254,7 @@ class LanguageModel(TemplateLM):
             batch["prefix"][row] = min(self.checkpoint.config.attention.prefix, context)
 
     def room(self, new: int) -> int:
-        """Tokens of context that go with so many new ones. Raises UserError where none does."""
+        """Return the tokens of context that go with so many new ones. Raises UserError where none does."""
         if new >= self.max_length:
             raise UserError(
                 f"{new} new tokens leave no room in a context of {self.max_length}; allowed: --max_gen_toks of at most "
@@ -259,7 +265,7 @@ class LanguageModel(TemplateLM):
     # Generation ------------------------------------------------------------------------------------------------------
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        """The text that follows each context, up to a stop string, eos or the number of new tokens.
+        """Return the text that follows each context, up to a stop string, eos or the number of new tokens.
 
         Raises:
           UserError: a generation argument that is not known here, or no room for a token of context.
@@ -297,7 +303,7 @@ class LanguageModel(TemplateLM):
 
 
 class Generation(NamedTuple):
-    """How a task wants its text."""
+    """Describes how a task wants its text."""
 
     sampling: Sampling
     stop: tuple[str, ...]

@@ -1,4 +1,4 @@
-"""How far a checkpoint's context reaches, and what it costs: needles, position bias, loss by position, time, memory.
+"""Measure how far a checkpoint's context reaches and what it costs: needles, loss by position, time, memory.
 
     python -m eval.longcontext --checkpoint runs/a --out report
     python -m eval.longcontext --checkpoint runs/plain runs/mhc --parts needles distractors joined --samples 50

@@ -56,7 +56,7 @@ class Question:
 
     @property
     def needed(self) -> int:
-        """The number of tokens without any text: bos, sentences, query, value."""
+        """Return the number of tokens without any text: bos, sentences, query, value."""
         return 1 + sum(map(len, self.sentences)) + len(self.query) + self.candidates.shape[1]
 
     def context(self, haystack: Haystack, length: int, bos: int, without: int | None = None) -> Ids:
@@ -119,7 +119,7 @@ class Answers(NamedTuple):
 
     @property
     def gain(self) -> np.ndarray:
-        """How many nats per token of the value the evidence is worth."""
+        """Return how many nats per token of the value the evidence is worth."""
         return self.log_prob - self.control
 
     def grid(self, *shape: int) -> Answers:

@@ -27,7 +27,7 @@ class Fact(NamedTuple):
 
     @property
     def sentence(self) -> Ids:
-        """The whole sentence."""
+        """Return the whole sentence."""
         return np.concatenate(self)
 
 

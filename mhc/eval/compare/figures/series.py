@@ -51,7 +51,7 @@ class Series:
 
     @property
     def mixes(self) -> bool:
-        """Whether its arms have streams that maps mix: all but plain residuals."""
+        """Return whether its arms have streams that maps mix: all but plain residuals."""
         return self.arms[0].mixes
 
     def mean(self, measure: Callable[[Arm], tuple[Floats, Floats]]) -> tuple[Floats, Floats]:
@@ -102,7 +102,7 @@ class Gallery:
 
     @property
     def rates(self) -> str:
-        """A sentence for captions: at which learning rate the topologies are shown."""
+        """Return a sentence for captions: at which learning rate the topologies are shown."""
         several = self.crowded and any(len(topology.rates) > 1 for topology in self.comparison.topologies)
         return "Every topology at its best learning rate." if several else ""
 
@@ -113,7 +113,7 @@ class Gallery:
 
     @property
     def marks(self) -> str:
-        """A sentence for captions: what the marks at flagged steps mean."""
+        """Return a sentence for captions: what the marks at flagged steps mean."""
         return "Black marks: flagged steps, by cause; hollow where a rewind undid them." if self.episodes else ""
 
     def legend(self, series: Sequence[Series]) -> list[tuple[Style, str]]:
