@@ -88,8 +88,13 @@ def _append(file: io.FileIO, data: bytes) -> None:
         raise
 
 
+def _encoded(text: str) -> bytes:
+    """Return a line of JSON; a byte of a file's name that is not UTF-8 becomes an escape, as JSON spells it."""
+    return text.encode(errors="backslashreplace") + b"\n"
+
+
 def _line(record: Record) -> bytes:
-    return json.dumps(jsonable(record), allow_nan=False, separators=(",", ":"), ensure_ascii=False).encode() + b"\n"
+    return _encoded(json.dumps(jsonable(record), allow_nan=False, separators=(",", ":"), ensure_ascii=False))
 
 
 def repair(path: str | os.PathLike[str], last_step: int | None = None) -> int:
@@ -158,7 +163,7 @@ def write_json(path: str | os.PathLike[str], value: Any) -> None:
     Raises DiskFull where the disk is full; the file is then as it was.
     """
     path = Path(path)
-    _replace(path, json.dumps(jsonable(value), indent=2, allow_nan=False, ensure_ascii=False).encode() + b"\n")
+    _replace(path, _encoded(json.dumps(jsonable(value), indent=2, allow_nan=False, ensure_ascii=False)))
 
 
 def read_json(path: str | os.PathLike[str]) -> dict[str, Any]:

@@ -255,6 +255,9 @@ class DataConfig(Group, group="data"):
         "uint16", "tokens: dtype of .bin files", choices=("uint8", "uint16", "uint32", "int32", "int64")
     )
     end_token: int | None = setting(None, "tokens: id that ends a document; None: each file is one document", low=0)
+    start_token: int | None = setting(
+        None, "tokens: id that begins a document and is left out, since every document is given a bos", low=0
+    )
     stop_tokens: tuple[int, ...] = setting((), "ids that end a generated text, beside the tokeniser's eos", low=0)
     prefetch: int = setting(2, "batches that a thread prepares ahead; 0: none", low=0)
     workers: int = setting(0, "processes that read and tokenise; 0: the thread that prepares batches does it", low=0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import logging
 import random
 import re
 from collections.abc import Callable
@@ -15,10 +16,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from mhc import cli
 from mhc.config import DataConfig
-from mhc.data import inspect, tokenizers
+from mhc.data import inspect, tokenizers, warning
 from mhc.data.corpus import fidelity
 from mhc.data.pipeline import train_iterator, validation_batches
 from mhc.data.prepare import __main__ as prepare
@@ -317,3 +319,38 @@ def test_a_corpus_of_ids_is_scored_as_its_text_is(tmp_path: Path, kind: str) -> 
         counted.append(sum(int(batch["target_bytes"].sum()) for batch in batches))
     size = sum(len(path.read_bytes()) for path in (tmp_path / "texts").glob("*.txt"))
     assert counted == [size, size]
+
+
+def byte_level(special: bool) -> Tokenizer:
+    """A byte-level BPE without merges, and an entry for the end of a text."""
+    made = Tokenizer(models.BPE())
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    made.train_from_iterator([], trainers.BpeTrainer(initial_alphabet=alphabet, show_progress=False))
+    made.add_tokens([AddedToken("</s>", special=special)])
+    return made
+
+
+def whole_words() -> Tokenizer:
+    """A vocabulary of words, of which the end of a text is one."""
+    made = Tokenizer(models.WordLevel({"<unk>": 0, "</s>": 1, "one": 2, "two": 3}, unk_token="<unk>"))
+    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return made
+
+
+@pytest.mark.parametrize(
+    ("library", "spells"), [(byte_level(True), False), (byte_level(False), True), (whole_words(), True)]
+)
+def test_a_text_that_spells_the_end_is_told_where_it_ends_a_document(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, library: Tokenizer, spells: bool
+) -> None:
+    warning.warn_once.cache_clear()
+    library.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "a.txt").write_text("one </s> two\n\n" * 200)
+    tokenizer = tokenizers.load(str(tmp_path / "tokenizer.json"))
+    assert (tokenizer.eos_id in tokenizer.encode("one </s> two")) == spells == bool(tokenizer.spelled)
+    data = DataConfig(source=f"text:{tmp_path}/a.txt", tokenizer=f"{tmp_path}/tokenizer.json", sequence_length=16)
+    with caplog.at_level(logging.WARNING):
+        open_corpus(data, tokenizer, "train")
+    assert spells == any("reads the text '</s>' as the id that begins or ends a" in line for line in caplog.messages)

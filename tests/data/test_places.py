@@ -325,3 +325,31 @@ def test_what_is_wrong_with_a_store_is_one_line(tmp_path: Path, store: ObjectSto
     with pytest.raises(UserError, match=r"gs://closed/a.*: no permission"):
         open_source(config(tmp_path, "text:gs://closed/a/*.txt"), "train")
     store.failing = lambda *_: None
+
+
+def test_a_parquet_column_of_two_is_refused_and_one_with_dots_is_itself(tmp_path: Path) -> None:
+    """Joined tables may have a name twice; nested columns are named with dots by parquet itself."""
+    columns = [pyarrow.array([text] * 60) for text in ("a b", "c d")]
+    twice = pyarrow.Table.from_arrays(columns, names=["text", "text"])
+    pyarrow.parquet.write_table(twice, tmp_path / "twice.parquet")
+    with pytest.raises(UserError, match=r"twice\.parquet has 2 columns 'text' \(data\.field\)"):
+        open_source(DataConfig(source=f"text:{tmp_path}/twice.parquet", cache_dir=f"{tmp_path}/cache"), "train")
+    nested = {"meta": [{"text": "inside"}] * 60, "meta.text": ["beside"] * 60}
+    pyarrow.parquet.write_table(pyarrow.table(nested), tmp_path / "nested.parquet")
+    data = DataConfig(source=f"text:{tmp_path}/nested.parquet", field="meta.text", cache_dir=f"{tmp_path}/cache")
+    assert set(documents(data, "train")) == {b"beside"}
+
+
+def test_empty_row_groups_and_skippable_frames_are_passed_over(tmp_path: Path) -> None:
+    """As writers of parquet and pzstd leave them."""
+    schema = pyarrow.schema([("text", pyarrow.string())])
+    with pyarrow.parquet.ParquetWriter(tmp_path / "a.parquet", schema) as writer:
+        for texts in ([], ["one"] * 40, [], ["two"] * 40, []):
+            writer.write_table(pyarrow.table({"text": texts}, schema))
+    lines = b"".join(json.dumps({"text": "one"}).encode() + b"\n" for _ in range(40))
+    skipped = b"\x50\x2a\x4d\x18" + (5).to_bytes(4, "little") + b"hello"
+    frames = [skipped, zstandard.compress(lines), skipped, skipped, zstandard.compress(lines), skipped]
+    (tmp_path / "a.jsonl.zst").write_bytes(b"".join(frames))
+    for name in ("a.parquet", "a.jsonl.zst"):
+        data = DataConfig(source=f"text:{tmp_path}/{name}", cache_dir=f"{tmp_path}/cache")
+        assert sum(1 for split in ("train", "validation") for _ in documents(data, split)) == 80

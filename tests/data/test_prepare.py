@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import glob
 import hashlib
 import itertools
@@ -879,8 +880,26 @@ def test_speed_and_time_left_are_those_of_the_last_minute(monkeypatch: pytest.Mo
 
 def test_two_processes_do_not_prepare_the_same_folder(tmp_path: Path, small: tuple[DataConfig, DataConfig]) -> None:
     data, out = copied(small, tmp_path)
-    with folder.lock(out), pytest.raises(UserError, match=r"--out .*/out: another process is preparing this folder"):
+    with (
+        folder.lock(out, print),
+        pytest.raises(UserError, match=r"--out .*/out: another process is preparing this folder"),
+    ):
         prepared(data, out)
+
+
+def test_a_file_system_without_locks_is_told_and_no_error(
+    tmp_path: Path, small: tuple[DataConfig, DataConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As NFS and Lustre may be mounted."""
+    data, out = copied(small, tmp_path)
+
+    def none_available(*_: object) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr("mhc.data.prepare.folder.fcntl.flock", none_available)
+    lines: list[str] = []
+    prepared(data, out, tell=lines.append)
+    assert lines[0] == f"{out} cannot be locked (No locks available): start no second preparation of it meanwhile"
 
 
 def test_a_mistake_in_a_document_is_one_line_of_the_process_that_found_it(

@@ -583,3 +583,43 @@ def test_what_ends_a_line_elsewhere_is_text_in_a_line_of_json(tmp_path: Path) ->
     lines = (json.dumps({"text": text}, ensure_ascii=False) for text in texts)
     (tmp_path / "a.jsonl").write_text("\r\n".join(lines), "utf-8", newline="")
     assert everything(config(tmp_path, f"text:{tmp_path}/a.jsonl")) == sorted(text.encode() for text in texts)
+
+
+def test_an_integer_of_many_digits_beside_the_text_is_no_mistake(tmp_path: Path) -> None:
+    """Python turns no more than 4,300 digits into a number; JSON has no such bound."""
+    lines = [f'{{"id": {"9" * 5000}, "text": "text {number}"}}' for number in range(40)]
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    data = config(tmp_path, f"text:{tmp_path}/a.jsonl")
+    assert everything(data) == sorted(f"text {number}".encode() for number in range(40))
+    with pytest.raises(UserError, match=r"line 1: field 'id' is not a string but int"):
+        open_source(dataclasses.replace(data, field="id"), "train")
+
+
+@pytest.mark.parametrize("indent", [None, 1])
+def test_an_array_of_objects_is_told_how_to_become_lines(tmp_path: Path, indent: int | None) -> None:
+    (tmp_path / "a.jsonl").write_text(json.dumps([{"text": "one"}, {"text": "two"}], indent=indent))
+    with pytest.raises(
+        UserError, match=r"line 1: not .*; each line must be a JSON object, as jq -c '\.\[\]' makes them"
+    ):
+        open_source(config(tmp_path, f"text:{tmp_path}/a.jsonl"), "train")
+
+
+def test_a_user_without_a_home_reads_what_needs_no_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in containers whose user has a number alone."""
+    import pwd
+
+    def unknown(number: int) -> None:
+        raise KeyError(f"getpwuid(): uid not found: {number}")
+
+    (tmp_path / "a.txt").write_text("some text\n\n" * 400)
+    (tmp_path / "b.txt.gz").write_bytes(gzip.compress(b"some text\n\n" * 400))
+    for name in ("HOME", "MHC_CACHE", "TFDS_DATA_DIR"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", unknown)
+    data = DataConfig(source=f"text:{tmp_path}/a.txt", sequence_length=16)
+    assert len(open_source(data, "train")) > 1
+    for source in (f"text:{tmp_path}/b.txt.gz", "stdlib", "tfds:tales"):
+        with pytest.raises(UserError, match=r"no home directory is known; set data\.cache_dir, or"):
+            open_source(dataclasses.replace(data, source=source), "train")
+    with pytest.raises(UserError, match=r"neither 'bytes' nor an existing tokenizer\.json"):
+        tokenizers.load("~nobody-of-this-name/tokenizer.json")

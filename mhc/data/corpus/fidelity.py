@@ -14,6 +14,7 @@ from mhc.data.corpus.prepared import Prepared
 from mhc.data.corpus.sources import Joined, Source
 from mhc.data.shards.records import Tokenised
 from mhc.data.tokenizers import ByteTokenizer, Tokenizer
+from mhc.data.warning import warn_once
 from mhc.errors import UserError
 
 LIMIT = 0.001  # share of the bytes; above it bits per byte says nothing
@@ -70,6 +71,11 @@ def check(source: Source, tokenizer: Tokenizer) -> None:
 
     Raises: UserError for the first document that cannot be encoded, by its file and place.
     """
+    if tokenizer.spelled and _has_text(source):
+        warn_once(
+            f"data.tokenizer reads the text {' and '.join(map(repr, tokenizer.spelled))} as the id that begins or ends "
+            'a document; if its entry among added_tokens in tokenizer.json has "special": true, it is read as letters'
+        )
     if tokenizer.total:
         return
     for part in source.sources if isinstance(source, Joined) else [source]:
@@ -83,6 +89,12 @@ def check(source: Source, tokenizer: Tokenizer) -> None:
                 tokenizer.encode(content)
             except UserError as error:
                 raise UserError(f"{part.name(index)}: {error}") from None
+
+
+def _has_text(source: Source) -> bool:
+    """Return whether some of a corpus is tokenised here."""
+    parts = source.sources if isinstance(source, Joined) else [source]
+    return any(isinstance(part[0], bytes) for part in parts)
 
 
 def worst(shares: Iterable[float]) -> float:

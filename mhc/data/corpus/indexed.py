@@ -158,12 +158,12 @@ class IndexedFiles:
     # The index
 
     def _load_index(self) -> Index:
-        total = sum(self._sizes)
+        keeps = sum(self._sizes) >= _CACHED_FROM
         states = [(str(path), *state) for path, state in zip(self._paths, self._states, strict=True)]
         described = [_INDEX_FORMAT, self.kind, states]
         key = hashlib.sha256(json.dumps([*described, self._settings()]).encode()).hexdigest()[:24]
-        kept = cache_directory(self._data) / "index" / f"{key}.npz"
-        if total >= _CACHED_FROM and (index := _read_index(kept)) is not None:
+        kept = cache_directory(self._data) / "index" / f"{key}.npz" if keeps else None
+        if kept is not None and (index := _read_index(kept)) is not None:
             return index
         block = self._block()
         flat = array.array("q")  # 40 bytes a document, where a list of tuples takes ten times that
@@ -174,7 +174,7 @@ class IndexedFiles:
                 if self._state(file) != self._states[file]:
                     raise self._changed(file)
         index = self._index_of(np.array(flat, np.int64).reshape(-1, 5))
-        if total >= _CACHED_FROM:
+        if kept is not None:
             with replacing(kept) as temporary, open(temporary, "wb") as output:
                 np.savez(output, **dataclasses.asdict(index))
         return index

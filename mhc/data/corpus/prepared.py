@@ -32,13 +32,13 @@ import numpy as np
 from mhc import remote
 from mhc.config import DataConfig
 from mhc.data.corpus.holdout import of_split
-from mhc.data.corpus.warning import warn_once
 from mhc.data.shards.manifest import MANIFEST, ORIGIN, check_table, parse, read_manifest
 from mhc.data.shards.records import Tokenised, unpack
 from mhc.data.tokenizers import Tokenizer
 from mhc.data.user_files.formats import check_pointer, is_lines, is_parquet
 from mhc.data.user_files.globs import below_fixed, match, sha256
 from mhc.data.user_files.local_copies import cache_directory, replacing
+from mhc.data.warning import warn_once
 from mhc.errors import UserError
 
 _log = logging.getLogger(__name__)

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import IO, Any
 
 from mhc.data.corpus.indexed import Found, IndexedFiles, block_size
-from mhc.data.corpus.warning import warn_once
 from mhc.data.user_files.formats import is_lines, is_new_lines, is_parquet, stem
 from mhc.data.user_files.globs import CorpusFile
+from mhc.data.warning import warn_once
 from mhc.errors import UserError
 
 _NOT_TEXT = (
@@ -102,13 +102,13 @@ class TextFiles(IndexedFiles):
         json_text = _without_mark(line, number)
         start += len(line) - len(json_text)
         try:
-            value = json.loads(json_text.decode())
+            value = _parsed(json_text.decode())
         except UnicodeDecodeError as error:
             raise UserError(f"{where}: not UTF-8 at byte {start + error.start} of the file") from None
         except (ValueError, RecursionError) as error:
-            raise UserError(f"{where}: not JSON: {error}") from None
+            raise UserError(f"{where}: not JSON: {error}{_hint(json_text)}") from None
         if not isinstance(value, dict):
-            raise UserError(f"{where}: not a JSON object but {type(value).__name__}")
+            raise UserError(f"{where}: not a JSON object but {type(value).__name__}{_hint(json_text)}")
         if self._data.field not in value:
             has = ", ".join(repr(key) for key in list(value)[:8]) or "none"
             raise UserError(f"{where}: no field {self._data.field!r} (data.field); the line's fields: {has}")
@@ -128,7 +128,7 @@ class TextFiles(IndexedFiles):
         if not lines or not all(line.lstrip().startswith(b"{") for line in lines[:3]):
             return False
         try:
-            return all(self._data.field in json.loads(line) for line in lines[:3])
+            return all(self._data.field in _parsed(line.decode()) for line in lines[:3])
         except (ValueError, RecursionError):
             return False
 
@@ -160,6 +160,22 @@ class TextFiles(IndexedFiles):
                 yield start, start + len(piece), number, zlib.crc32(piece)
                 number += 1
             start += len(piece)
+
+
+def _parsed(text: str) -> Any:
+    """Return the value of a JSON text. Raises ValueError, RecursionError."""
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        raise
+    except ValueError:  # an integer of more digits than Python turns into a number; none is a text
+        return json.loads(text, parse_int=lambda digits: 0)
+
+
+def _hint(line: bytes) -> str:
+    """Return a clause for a line that opens a JSON array, as files that hold one value do; "" for any other."""
+    is_array = line.lstrip().startswith(b"[")
+    return "; each line must be a JSON object, as jq -c '.[]' makes them of an array" if is_array else ""
 
 
 def _without_mark(line: bytes, number: int) -> bytes:

@@ -14,6 +14,7 @@ import numpy as np
 from mhc.config import DataConfig
 from mhc.data.corpus.holdout import hold_out
 from mhc.data.tokenizers.spelling import first_line
+from mhc.data.user_files.local_copies import expand_home
 from mhc.errors import UserError
 
 if TYPE_CHECKING:
@@ -108,7 +109,7 @@ def _tfds_split(splits: list[str], wanted: Split, label: str) -> tuple[str, bool
 def open_tfds(data: DataConfig, name: str, split: Split, whole: bool) -> TensorFlowDataset:
     from tensorflow_datasets.core import read_only_builder
 
-    where = Path(data.cache_dir or os.environ.get("TFDS_DATA_DIR") or "~/tensorflow_datasets").expanduser()
+    where = expand_home(data.cache_dir or os.environ.get("TFDS_DATA_DIR") or "~/tensorflow_datasets")
     try:  # from its files alone: the code that prepared a dataset may need TensorFlow, or lie elsewhere
         builder = read_only_builder.builder_from_files(name, data_dir=str(where))
     except Exception as error:  # TFDS has a dozen kinds for "no such dataset, configuration or version"

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from mhc import full_disk, remote
+from mhc.data.prepare.progress import Tell
 from mhc.data.shards.manifest import MANIFEST, ORIGIN, PLAN, parse
 from mhc.data.user_files.globs import may_match
 from mhc.errors import UserError
@@ -27,8 +28,12 @@ def check_apart(pattern: str, folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def lock(folder: Path) -> Iterator[None]:
-    """Holds the folder against other processes of this machine, until the process ends."""
+def lock(folder: Path, tell: Tell) -> Iterator[None]:
+    """Hold the folder against other processes of this machine, until the process ends.
+
+    Raises:
+      UserError: another process holds it. A file system without locks is told, and no error.
+    """
     with writing_to(folder):
         handle = os.open(folder, os.O_RDONLY)
     try:
@@ -36,6 +41,8 @@ def lock(folder: Path) -> Iterator[None]:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise UserError(f"--out {folder}: another process is preparing this folder") from None
+        except OSError as error:  # of some network file systems
+            tell(f"{folder} cannot be locked ({error.strerror}): start no second preparation of it meanwhile")
         yield
     finally:
         os.close(handle)
@@ -62,11 +69,12 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def write(path: Path, content: dict[str, Any]) -> None:
-    """As a whole or not at all."""
+    """Write one of the folder's JSON files, as a whole or not at all."""
     part = path.with_name(f"{PART}{path.name}")
+    text = json.dumps(content, indent=1, ensure_ascii=False) + "\n"
     with writing_to(path):
-        with part.open("w", encoding="utf-8") as file:
-            file.write(json.dumps(content, indent=1, ensure_ascii=False) + "\n")
+        with part.open("wb") as file:
+            file.write(text.encode(errors="backslashreplace"))  # as JSON spells a byte of a name that is not UTF-8
             file.flush()
             os.fsync(file.fileno())
         part.replace(path)

@@ -69,7 +69,7 @@ def prepare(
     with writing_to(folder):
         folder.mkdir(parents=True, exist_ok=True)
     try:
-        with lock(folder):
+        with lock(folder, tell):
             return _prepare(data, folder, whole, workers or os.cpu_count() or 1, shard_size, tell)
     finally:
         if new:

@@ -28,7 +28,7 @@ def open_corpus(data: DataConfig, tokenizer: Tokenizer, split: Split) -> Source:
     source = open_source(data, split)
     for one in source.sources if isinstance(source, Joined) else [source]:
         if isinstance(one, TokenFiles):
-            one.check_vocabulary(tokenizer.vocab_size)
+            one.check_ids(tokenizer)
         if isinstance(one, Prepared):
             one.check_tokenizer(tokenizer)
     fidelity.check(source, tokenizer)

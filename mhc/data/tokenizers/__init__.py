@@ -9,6 +9,7 @@ the text: a text that spells a special token is tokenised letter by letter.
 from __future__ import annotations
 
 import difflib
+import os
 from pathlib import Path
 
 from mhc.data.tokenizers.json_file import SPECIAL, JsonTokenizer, declared_special
@@ -30,7 +31,7 @@ def load(spec: str) -> Tokenizer:
         return ByteTokenizer()
     if is_windtunnel(spec):
         return SymbolTokenizer(spec)
-    path = Path(spec).expanduser()
+    path = Path(os.path.expanduser(spec))
     if not path.exists():
         hint = "; did you mean 'bytes'?" if difflib.get_close_matches(spec, ["bytes"]) else ""
         raise UserError(f"data.tokenizer: {spec!r} is neither 'bytes' nor an existing tokenizer.json file{hint}")

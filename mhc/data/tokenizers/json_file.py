@@ -138,6 +138,9 @@ class JsonTokenizer:
             self._space_in_bytes = self._plain_decoder.decode(["x", "▁"]) == "x " and bool((self._byte_of >= 0).any())
         # Characters for people's own use, which no vocabulary has.
         self.total = not self._fails("\ue000") and not self._fails("\U0010fffd \ue000")
+        self.spelled = tuple(
+            token for token, id_ in vocabulary.items() if id_ in (bos, eos) and self._spells(token, id_)
+        )
 
     def encode(self, text: bytes | str) -> np.ndarray:
         """int32[n]; raises UnicodeDecodeError for bytes that are not UTF-8 (sources check that before).
@@ -154,6 +157,11 @@ class JsonTokenizer:
             utf8(text)
             fails = next((part for part in [*text.split(), *re.findall(r"\s", text)] if self._fails(part)), text)
             raise UserError(f"{error}: {fails if len(fails) <= 40 else fails[:40] + '…'!r}") from None
+
+    def _spells(self, token: str, id_: int) -> bool:
+        """Return whether the text of a special token becomes its id."""
+        text = f"x {token} x"
+        return not self._fails(text) and id_ in self._encode(text).ids
 
     def _fails(self, text: str) -> bool:
         try:

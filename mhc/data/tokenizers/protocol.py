@@ -17,6 +17,7 @@ class Tokenizer(Protocol):
     content_hash: str  # hex: equal for tokenisers that give the same ids
     unknown_id: int  # what text becomes that the vocabulary has no ids for; -1: none
     total: bool  # whether every text can be encoded
+    spelled: tuple[str, ...]  # spellings of bos and eos that a text turns into them
 
     def encode(self, text: bytes | str) -> np.ndarray:
         """int32[n]: the ids of a UTF-8 text, without bos and eos."""

@@ -18,6 +18,7 @@ class ByteTokenizer:
     content_hash = "bytes-258"
     unknown_id = -1
     total = True
+    spelled: tuple[str, ...] = ()
 
     def __init__(self) -> None:
         self.byte_lengths = np.ones(self.vocab_size, np.int32)

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import fnmatch
 import glob
 import hashlib
 import os
+import stat
 from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Any
 
 from mhc import remote
+from mhc.data.warning import warn_once
 from mhc.errors import UserError
 
 
@@ -65,25 +68,72 @@ def match(kind: str, pattern: str) -> list[CorpusFile]:
         return _match_in_store(kind, pattern)
     expanded = os.path.expanduser(pattern)
     paths = [expanded] if os.path.exists(expanded) else sorted(glob.glob(expanded, recursive=True))
-    files = [path for path in paths if os.path.isfile(path)]
-    if not files:
-        if os.path.isdir(expanded):
-            files_of = {"tokens": "*.npy"}.get(kind, "*.txt")
-            raise UserError(
-                f"{kind}:{pattern} is a directory; name its files, as in {kind}:{pattern.rstrip('/')}/**/{files_of}"
-            )
-        raise UserError(f"{kind}:{pattern} matches no file")
     base = _fixed_part(expanded) or "."
-    found = []
-    for path in files:
+    files: list[CorpusFile] = []
+    same: dict[tuple[int, int], list[str]] = {}  # names of each file
+    rest: list[str] = []  # folders, pipes
+    for path in paths:
         try:
             state = os.stat(path)
-        except OSError as error:  # it was there a moment ago
+        except OSError as error:
+            if error.errno == errno.ELOOP:  # below a folder that holds a link to itself, some forty levels down
+                continue
+            if os.path.islink(path):
+                raise UserError(
+                    f"{path} is a link to {os.readlink(path)}, which is not there: fetch that file, or remove the link"
+                ) from None
             raise UserError(f"{path} cannot be read: {error.strerror}") from None
+        if not stat.S_ISREG(state.st_mode):
+            rest.append(path)
+            continue
         if not os.access(path, os.R_OK):
             raise UserError(f"{path} cannot be read: permission denied")
-        found.append(CorpusFile(path, os.path.relpath(path, base), state.st_size, state.st_mtime_ns))
-    return found
+        files.append(CorpusFile(path, os.path.relpath(path, base), state.st_size, state.st_mtime_ns))
+        same.setdefault((state.st_dev, state.st_ino), []).append(path)
+    if not files:
+        raise _no_file(kind, pattern, expanded, rest)
+    _warn_of_folders(pattern, [path for path in rest if os.path.isdir(path)])
+    _warn_of_names([names for names in same.values() if len(names) > 1])
+    return files
+
+
+def _no_file(kind: str, pattern: str, expanded: str, rest: Sequence[str]) -> UserError:
+    """Return the error of a glob that matches no file, but perhaps other things."""
+    inside = {"tokens": "*.npy"}.get(kind, "*.txt")
+    if os.path.isdir(expanded):
+        return UserError(
+            f"{kind}:{pattern} is a directory; name its files, as in {kind}:{pattern.rstrip('/')}/**/{inside}"
+        )
+    if not rest:
+        return UserError(f"{kind}:{pattern} matches no file")
+    if os.path.isdir(rest[0]):
+        return UserError(
+            f"{kind}:{pattern} matches folders alone, as {rest[0]}; name the files in them, as in "
+            f"{kind}:{pattern.rstrip('/')}/{inside}"
+        )
+    return UserError(f"{kind}:{pattern} matches {rest[0]}, which is a pipe or a device: write it to a file first")
+
+
+def _warn_of_folders(pattern: str, folders: Sequence[str]) -> None:
+    """Warn of folders where the glob ends like the name of a file: other programs write such folders in parts."""
+    if folders and "." in os.path.basename(pattern):
+        warn_once(
+            f"{folders[0]}{_more(len(folders) - 1)} matches {pattern} but is a folder: what is in it is not read; "
+            "to read it, name the files in it"
+        )
+
+
+def _warn_of_names(files: Sequence[Sequence[str]]) -> None:
+    """Warn of files that the glob matches under several names, by links or a folder that holds a link to itself."""
+    if files:
+        warn_once(
+            f"{files[0][1]} is the same file as {files[0][0]}: its documents are read {len(files[0])} times, and may "
+            f"be both trained on and held out{_more(len(files) - 1, '; so it is with {} more file(s)')}"
+        )
+
+
+def _more(count: int, words: str = " and {} more") -> str:
+    return words.format(count) if count else ""
 
 
 def may_match(pattern: str, path: str) -> bool:

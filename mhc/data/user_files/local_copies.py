@@ -32,7 +32,19 @@ _log = logging.getLogger(__name__)
 
 def cache_directory(data: DataConfig) -> Path:
     """Return ``data.cache_dir``, else ``$MHC_CACHE``, else ``~/.cache/mhc``; it need not exist."""
-    return Path(data.cache_dir or os.environ.get("MHC_CACHE") or "~/.cache/mhc").expanduser()
+    return expand_home(data.cache_dir or os.environ.get("MHC_CACHE") or "~/.cache/mhc")
+
+
+def expand_home(path: str) -> Path:
+    """Return a path whose ``~`` is the home directory.
+
+    Raises:
+      UserError: there is none, as for a container's user who has no entry in /etc/passwd and no $HOME.
+    """
+    expanded = os.path.expanduser(path)
+    if expanded.startswith("~"):
+        raise UserError(f"{path}: no home directory is known; set data.cache_dir, or $MHC_CACHE or $HOME")
+    return Path(expanded)
 
 
 class replacing:
@@ -154,6 +166,8 @@ def _unpack_parquet(file: CorpusFile, source: IO[bytes], target: IO[bytes], fiel
             raise UserError(
                 f"{file}: no column {field!r} (data.field) among {', '.join(names[:8])}{did_you_mean(field, names)}"
             )
+        if (count := names.count(field)) > 1:
+            raise UserError(f"{file} has {count} columns {field!r} (data.field); give each a name of its own")
         kind = table.schema_arrow.field(field).type
         kind = kind.value_type if pyarrow.types.is_dictionary(kind) else kind
         if not any(
@@ -162,7 +176,7 @@ def _unpack_parquet(file: CorpusFile, source: IO[bytes], target: IO[bytes], fiel
         ):
             raise UserError(f"{file}: column {field!r} (data.field) is not text but {kind}")
         for batch in table.iter_batches(batch_size=256, columns=[field]):
-            for text in batch.column(0):
+            for text in batch.column(field):  # a name with dots selects what is nested under its parts too
                 target.write(json.dumps({field: text.as_py()}, ensure_ascii=False).encode() + b"\n")
                 row += 1
     except UnicodeDecodeError as error:

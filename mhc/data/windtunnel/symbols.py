@@ -15,6 +15,7 @@ class SymbolTokenizer:
 
     unknown_id = -1
     total = False
+    spelled: tuple[str, ...] = ()
 
     def __init__(self, source: str):
         """Name the ids of ``windtunnel:…``. Raises UserError where that is no task."""

@@ -1,4 +1,4 @@
-"""Warnings about a corpus."""
+"""Warn about a corpus once in a process."""
 
 from __future__ import annotations
 
