@@ -8,12 +8,15 @@ RUN := $(VENV)/bin/python
 TRAIN := $(VENV)/installed-train
 DEV := $(VENV)/installed-dev
 KINDS := plain hc mhc
+# Tests that reach jax, XLA and Flax in many ways, in about a minute: for a second Python.
+SMOKE := tests/test_xla_options.py tests/residual/test_golden.py tests/residual/test_modules.py tests/model/test_layers.py \
+    tests/train/test_step.py tests/train/test_checkpoint.py tests/data/test_pipeline.py tests/config/test_config.py
 
 # Most of the suite's time is compilation: keep compiled programs between runs.
 export JAX_COMPILATION_CACHE_DIR ?= $(CURDIR)/.jax_cache
 export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS ?= 0
 
-.PHONY: demo test test-full lint format install
+.PHONY: demo test test-full smoke lint format install
 
 demo: $(TRAIN)
 	@for kind in $(KINDS); do \
@@ -27,6 +30,9 @@ demo: $(TRAIN)
 test: $(DEV)
 	$(RUN) -m pytest -m "not slow" --numprocesses 2 --dist loadfile --slowest build/slowest.txt
 
+smoke: $(DEV)
+	$(RUN) -m pytest -m "not slow" --numprocesses 2 --dist loadfile $(SMOKE)
+
 test-full: $(DEV)
 	$(RUN) -m pytest --slowest build/slowest.txt
 
@@ -34,7 +40,7 @@ lint: $(DEV)
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
 	$(RUN) -m mypy
-	$(VENV)/bin/shellcheck tpu/*.sh
+	$(VENV)/bin/shellcheck .ci/run tpu/*.sh
 
 format: $(DEV)
 	$(RUN) -m ruff check --fix .

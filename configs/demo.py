@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from ml_collections import ConfigDict
 
-from configs import default
+from mhc.config import default
 
 
 def get_config() -> ConfigDict:
     """Return 16 blocks of width 32 on the embedded corpus, 150 steps, at a rate at which plain is healthy."""
-    config = default.get_config()
+    config = default()
     config.model.layers = 16
     config.model.width = 32
     config.attention.heads = 2

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from ml_collections import ConfigDict
 
-from configs import default
+from mhc.config import default
 
 
 def get_config() -> ConfigDict:
     """Return 8 blocks of width 320, 4096 tokens a step, the embedded corpus in bytes."""
-    config = default.get_config()
+    config = default()
     config.model.layers = 8
     config.model.width = 320
     config.attention.heads = 5

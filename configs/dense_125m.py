@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from ml_collections import ConfigDict
 
-from configs import default
+from mhc.config import default
 
 
 def get_config() -> ConfigDict:
     """Return 12 blocks of width 768, 524,288 tokens a step, 10 billion in all; name a corpus and a tokenizer."""
-    config = default.get_config()
+    config = default()
     config.model.layers = 12
     config.model.width = 768
     config.model.vocab_size = 50_304

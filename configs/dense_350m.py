@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from ml_collections import ConfigDict
 
-from configs import default
+from mhc.config import default
 
 
 def get_config() -> ConfigDict:
     """Return 24 blocks of width 1024, 524,288 tokens a step, 16 billion in all; name a corpus and a tokenizer."""
-    config = default.get_config()
+    config = default()
     config.model.layers = 24
     config.model.width = 1024
     config.model.vocab_size = 50_304

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ml_collections import ConfigDict
 
-from configs import default
+from mhc.config import default
 
 
 def get_config() -> ConfigDict:
@@ -12,7 +12,7 @@ def get_config() -> ConfigDict:
 
     Name a corpus and a tokenizer.
     """
-    config = default.get_config()
+    config = default()
     config.model.layers = 12
     config.model.width = 512
     config.model.vocab_size = 50_304

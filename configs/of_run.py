@@ -10,7 +10,6 @@ from pathlib import Path
 
 from ml_collections import ConfigDict
 
-from configs import default
 from mhc import config as configs
 from mhc.errors import UserError
 
@@ -21,7 +20,7 @@ def get_config(run: str = "") -> ConfigDict:
     if not run or not stored.is_file():
         raise UserError(f"configs/of_run.py:{run}: no run folder, allowed: configs/of_run.py:RUN, e.g. runs/a")
     config = configs.from_json(stored.read_text(), stored)
-    result = default.get_config()
+    result = configs.default()
     for name in configs.field_names():
         group, _, field = name.partition(".")
         value = None if configs.is_derived(config, name) else configs.value_of(config, name)

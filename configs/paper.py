@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from ml_collections import ConfigDict
 
-from configs import default
+from mhc.config import default
 
 
 def get_config(
     layers: int, width: int, expert_width: int, experts: int, heads: int, batch: int, steps: int, lr: float
 ) -> ConfigDict:
     """Return a model of the paper's family, as it was trained."""
-    config = default.get_config()
+    config = default()
     config.model.layers = layers
     config.model.width = width
     config.model.vocab_size = 129_280

@@ -42,16 +42,15 @@ class Parser(argparse.ArgumentParser):
 
     Attributes:
       example: command lines that work, which ``--help`` shows.
-      fields: config fields that ``--config.NAME=VALUE`` may change: dotted names, or groups that end in a dot; empty
-        where the program takes none or does not restrict them.
+      fields: config fields that ``--config.NAME=VALUE`` may change: dotted names, or groups that end in a dot.
     """
 
-    def __init__(self, *, example: str | Sequence[str] = (), fields: Sequence[str] = (), **arguments: Any) -> None:
+    def __init__(self, *, example: str | Sequence[str], fields: Sequence[str] = (), **arguments: Any) -> None:
         """Describe a program.
 
         Args:
           example: a command line, or several; ``{prog}`` stands for what starts the program.
-          fields: the config fields that the program takes.
+          fields: the config fields that the program takes; `EVERY_FIELD`: all of them.
           arguments: those of argparse.ArgumentParser.
         """
         arguments.setdefault("prog", program())
@@ -80,7 +79,7 @@ class Parser(argparse.ArgumentParser):
     def _field_words(self) -> str:
         if self.fields == EVERY_FIELD:
             return "--config.GROUP.FIELD=VALUE changes a field; python -m mhc.train --fields lists and explains them"
-        return f"{allowed_fields(self.fields)} change these alone; python -m mhc.train --fields explains them"
+        return f"only {allowed_fields(self.fields)} may be changed; python -m mhc.train --fields explains them"
 
     def error(self, message: str) -> NoReturn:
         """Raise UserError instead of printing the usage and exiting."""
@@ -235,18 +234,19 @@ def _leave(code: int) -> NoReturn:
 # Configs --------------------------------------------------------------------------------------------------------------
 
 
-def load_config(path: str, arguments: Sequence[str], parser: Parser) -> Config:
+def load_config(path: str, arguments: Sequence[str], parser: Parser | None = None) -> Config:
     """Return the validated Config of a config file and the overrides on the command line.
 
     Args:
       path: a Python file with ``get_config() -> ConfigDict``, where ``file.py:text`` calls ``get_config(text)``; or the
         ``config.json`` of a run.
       arguments: what the parser left over: ``--config.group.field=value`` (or a space for ``=``), nothing else.
-      parser: names the options in the complaint about anything else.
+      parser: that of the program, for messages; None: the caller is no program, and every field may be changed.
 
     Raises:
       UserError: a file that cannot be loaded, an unknown or mistyped override, or an invalid config.
     """
+    parser = parser or Parser(example=(), fields=EVERY_FIELD)
     if path.endswith(".json"):
         return override(_read_config(path), arguments, parser)
     tree = _run_config_file(path).to_dict()
@@ -292,7 +292,9 @@ def overrides(
             parser.refuse(argument)
         name = match[1]
         meaning = config_lib.describe(name)
-        if parser.fields and not parser.takes(name):
+        if not parser.fields:
+            raise UserError(f"--config.{name}: this program takes no config fields")
+        if not parser.takes(name):
             raise UserError(f"--config.{name}: {otherwise}; allowed: {allowed_fields(parser.fields)}")
         if not equals:
             if not rest:
@@ -342,9 +344,11 @@ def _read_config(path: str) -> Config:
 def _run_config_file(path: str) -> ConfigDict:
     """Return what the file's get_config returns. Raises UserError with file and line for whatever goes wrong in it."""
     file = path.partition(":")[0]
-    extras.require_train(f"config file {file}")
-    from ml_collections import ConfigDict
-
+    try:
+        from ml_collections import ConfigDict
+    except ModuleNotFoundError:
+        extras.require_train(f"config file {file}")
+        raise
     siblings = [str(entry) for entry in sorted(Path(file).parent.glob("*.py"))]
     config = python_files.result_of(path, "get_config", "config", near=siblings)
     if not isinstance(config, ConfigDict):

@@ -102,7 +102,7 @@ def test_a_kind_that_a_config_file_imports_is_stored_with_its_module(tmp_path: P
         "    return c\n"
     )
     sys.path.append(str(tmp_path))
-    config = resolve(cli.load_config("file.py", [], cli.Parser()), 32)
+    config = resolve(cli.load_config("file.py", []), 32)
     assert config.residual.module == "their_kind"
     assert configs.is_derived(config, "residual.module")
     back = configs.change(config, {"residual.kind": "plain"})
@@ -114,7 +114,7 @@ def test_the_command_line_names_the_module_before_or_after_its_options(tmp_path:
     (tmp_path / "their_kind.py").write_text(MODULE)
     given = ["--config.residual.brake=5", "--config.residual.module=their_kind", "--config.residual.kind=slower"]
     arguments = given if joined else [part for argument in given for part in argument.split("=")]
-    config = cli.load_config(str(ROOT / "configs/demo.py"), arguments, cli.Parser())
+    config = cli.load_config(str(ROOT / "configs/demo.py"), arguments)
     assert config.residual.brake == 5.0
     assert any(
         line.startswith("residual.brake = 2.0  # how much [a float > 0]") for line in cli.field_lines("residual")
@@ -191,7 +191,7 @@ def test_a_missing_module_is_told_with_the_run_that_needs_it(tmp_path: Path) -> 
         (lambda: runs.load([run]), run / "config.json"),
         (lambda: provenance.read(run), run / "run.json"),
         (lambda: plan.read(tmp_path / "grid"), tmp_path / "grid/grid.json"),
-        (lambda: cli.load_config(f"{ROOT}/configs/of_run.py:{run}", [], cli.Parser()), run / "config.json"),
+        (lambda: cli.load_config(f"{ROOT}/configs/of_run.py:{run}", []), run / "config.json"),
     )
     with forgotten():
         for read, file in readers:

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import os
 import re
+import shutil
 import subprocess
 import sys
+import tarfile
 import tomllib
+import venv
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -160,7 +165,7 @@ def test_what_only_a_checkout_has_is_told(installed: Path, file: str, text: str 
     if text is not None:
         Path(file).write_text(text)
     with pytest.raises(UserError) as caught:
-        cli.load_config(file, (), cli.Parser())
+        cli.load_config(file, ())
     assert said in str(caught.value)
 
 
@@ -181,14 +186,14 @@ def test_a_checkout_is_told_from_an_installed_package(installed: Path, monkeypat
     monkeypatch.setattr(checkout, "ROOT", ROOT)
     assert checkout.exists()
     with pytest.raises(UserError, match=r"config file configs/demo\.py: no such file$"):
-        cli.load_config("configs/demo.py", (), cli.Parser())
+        cli.load_config("configs/demo.py", ())
 
 
 def test_in_a_checkout_a_config_file_elsewhere_imports_the_ready_ones(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "my.py").write_text("from configs.demo import get_config\n")
-    code = "from mhc import cli; print(cli.load_config('my.py', (), cli.Parser()).model.layers)"
+    code = "from mhc import cli; print(cli.load_config('my.py', ()).model.layers)"
     done = subprocess.run(
         [sys.executable, "-c", f"import sys; sys.path.append({str(ROOT / 'tests/..')!r}); {code}"],
         cwd=tmp_path, capture_output=True, text=True, timeout=120,
@@ -229,3 +234,160 @@ def test_an_install_that_fails_says_why(capfd: pytest.CaptureFixture[str]) -> No
     lines = capfd.readouterr().err.splitlines()
     assert any(line.startswith("ERROR: ") and "no_such_folder" in line for line in lines)
     assert lines[-1] == "error: pip could not install ./no_such_folder (exit code 1)"
+
+
+# Built and installed --------------------------------------------------------------------------------------------------
+
+# The demo's model and rate, for twenty steps.
+MY_CONFIG = """
+from mhc.config import default
+
+def get_config():
+    config = default()
+    config.model.layers = 16
+    config.model.width = 32
+    config.attention.heads = 2
+    config.data.sequence_length = 64
+    config.optimizer.lr = 1e-2
+    config.schedule.warmup_steps = 5
+    config.train.steps = 20
+    config.train.batch_size = 8
+    config.validation.every = 10
+    config.validation.batches = 2
+    config.monitor.probe_every = 5
+    return config
+"""
+MY_GRID = """
+from mhc.grid import Grid, axis
+
+def get_grid():
+    return Grid("my.py", axis("residual.kind", "plain", "mhc"))
+"""
+
+
+class Environment:
+    """Runs the Python of a fresh virtual environment, in a folder that has nothing to do with this checkout."""
+
+    def __init__(self, folder: Path):
+        venv.create(folder / "venv", with_pip=True)
+        self.python = folder / "venv/bin/python"
+        self.work = folder / "work"
+        self.work.mkdir()
+
+    def run(self, *arguments: str, code: int = 0) -> str:
+        """Run Python with these arguments; return what it printed."""
+        kept = ("HOME", "PATH", "LANG", "PIP_CERT", "SSL_CERT_FILE", "http_proxy", "https_proxy", "no_proxy")
+        names = {name: value for name, value in os.environ.items() if name in kept or name.startswith("PIP_")}
+        done = subprocess.run(
+            [self.python, *arguments],
+            cwd=self.work,
+            env={**names, "JAX_PLATFORMS": "cpu", "MHC_CACHE": str(self.work / "cache")},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=1800,
+        )
+        assert done.returncode == code, f"{arguments}: {done.stdout[-4000:]}"
+        return done.stdout
+
+    def install(self, *requirements: str) -> None:
+        """Install packages from the registry."""
+        self.run("-m", "pip", "install", "--quiet", "--disable-pip-version-check", *requirements)
+
+    def packages(self) -> dict[str, str]:
+        """Return the version of each package, those of the environment itself left out."""
+        listed = json.loads(self.run("-m", "pip", "list", "--format=json", "--disable-pip-version-check"))
+        return {entry["name"]: entry["version"] for entry in listed if entry["name"] not in ("pip", "setuptools")}
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with the sdist and the wheel of this tree, as ``python -m build`` makes them."""
+    folder = tmp_path_factory.mktemp("built")
+    tools = Environment(folder)
+    try:
+        tools.install("build", "twine")
+    except AssertionError as error:
+        pytest.skip(f"no package registry: {error}")
+    left_out = (".*", "runs", "build", "dist", "*.egg-info", "__pycache__")
+    shutil.copytree(ROOT, folder / "tree", ignore=shutil.ignore_patterns(*left_out))
+    for name in (".ci", ".gitignore"):
+        copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
+        copy(ROOT / name, folder / "tree" / name)
+    tools.run("-m", "build", "--outdir", str(folder / "dist"), str(folder / "tree"))
+    tools.run("-m", "twine", "check", "--strict", *map(str, (folder / "dist").iterdir()))
+    return folder / "dist"
+
+
+@pytest.fixture(scope="module")
+def environment(built: Path, tmp_path_factory: pytest.TempPathFactory) -> Environment:
+    """Return an environment with the wheel and what it brings."""
+    made = Environment(tmp_path_factory.mktemp("environment"))
+    made.install(str(next(built.glob("*.whl"))))
+    return made
+
+
+@pytest.mark.long
+def test_the_built_wheel_holds_every_module_and_nothing_else(built: Path) -> None:
+    with zipfile.ZipFile(next(built.glob("*.whl"))) as wheel:
+        names = [name for name in wheel.namelist() if ".dist-info/" not in name]
+    files = {path for path in (ROOT / "mhc").rglob("*") if path.suffix == ".py" or path.name == "py.typed"}
+    assert sorted(names) == sorted(path.relative_to(ROOT).as_posix() for path in files)
+
+
+@pytest.mark.long
+def test_the_built_sdist_is_the_checkout_and_can_be_tested(built: Path, tmp_path: Path) -> None:
+    with tarfile.open(next(built.glob("*.tar.gz"))) as sdist:
+        sdist.extractall(tmp_path, filter="data")
+    (root,) = tmp_path.iterdir()
+    inside = {path.relative_to(root).as_posix() for path in root.rglob("*") if path.is_file()}
+    if (ROOT / ".git").exists():
+        tracked = subprocess.run(
+            ["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True
+        ).stdout.split("\0")
+        assert {name for name in tracked if name and (ROOT / name).exists()} - inside == set()
+    collect = [sys.executable, "-m", "pytest", "--collect-only", "-q"]
+    here, there = (
+        subprocess.run(collect, cwd=folder, capture_output=True, text=True, timeout=600) for folder in (ROOT, root)
+    )
+    assert there.returncode == 0, there.stdout[-4000:]
+    assert there.stdout.splitlines()[-1].split()[:3] == here.stdout.splitlines()[-1].split()[:3]
+
+
+@pytest.mark.long
+def test_the_package_alone_is_light_and_trains_a_layer(environment: Environment) -> None:
+    """The example of README, with the wheel in a fresh environment."""
+    assert len(environment.packages()) <= 40
+    (site,) = (environment.work.parent / "venv/lib").glob("python*/site-packages")
+    assert not {"eval", "tpu", "bench", "configs", "tools", "examples", "tests"} & {
+        path.name for path in site.iterdir()
+    }
+    blocks = re.findall(r"^```python\n(.*?)^```$", (ROOT / "README.md").read_text("utf-8"), re.MULTILINE | re.DOTALL)
+    assert any("losses[-1] < losses[0]" in block for block in blocks)
+    environment.run("-c", "\n".join(blocks))
+    environment.run("-c", "import mhc.kernels, mhc.residual.functional")
+    for program in ("mhc.train", "mhc.grid", "mhc.eval.compare", "mhc.data.prepare", "mhc.interop.export"):
+        said = environment.run("-m", program, code=2)
+        assert said.startswith("error: ") and "pip install 'mhc-jax[train]'" in said and said.count("\n") == 1, said
+    said = environment.run("-c", "import mhc.config; mhc.config.default()", code=2)
+    assert said.startswith("error: mhc.config.default() needs") and said.count("\n") == 1, said
+
+
+@pytest.mark.long
+def test_with_the_extra_a_file_of_the_user_s_is_trained_compared_and_varied(
+    environment: Environment, built: Path
+) -> None:
+    environment.install(f"{next(built.glob('*.whl'))}[train]")
+    (environment.work / "my.py").write_text(MY_CONFIG)
+    (environment.work / "my_grid.py").write_text(MY_GRID)
+    environment.run("-m", "mhc.train", "--config", "my.py", "--config.residual.kind=mhc", "--workdir", "runs/a")
+    summary = json.loads((environment.work / "runs/a/summary.json").read_text())
+    assert summary["steps"] == 20, summary
+    environment.run("-m", "mhc.grid", "run", "my_grid.py", "--workdir", "grid")
+    environment.run("-m", "mhc.eval.compare", "grid")
+    assert (environment.work / "grid/report.html").is_file()
+    assert len(json.loads((environment.work / "grid/summary.json").read_text())["arms"]) == 2
+    said = environment.run("-m", "mhc.eval.harness", "--checkpoint", "runs/a", "--tasks", "hellaswag", code=2)
+    assert "pip install 'mhc-jax[eval]'" in said and said.count("\n") == 1, said
+    said = environment.run("-m", "mhc.train", "--config", "configs/demo.py", "--workdir", "runs/b", code=2)
+    assert "configs/ lies in a checkout of the project" in said and said.count("\n") == 1, said

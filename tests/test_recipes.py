@@ -88,7 +88,7 @@ def test_the_page_has_every_recipe() -> None:
 def test_the_config_of_a_command_is_valid(command: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     overrides = [argument for argument in command[4:] if argument.startswith("--config.")]
-    assert cli.load_config(command[3], overrides, cli.Parser())
+    assert cli.load_config(command[3], overrides)
 
 
 @pytest.mark.parametrize("command", [command for command in commands() if command[1] == "-m"], ids=" ".join)
@@ -109,7 +109,7 @@ def test_a_program_is_there_and_knows_its_options(command: list[str], capsys: py
 def test_the_grid_is_valid(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     (command,) = (command for command in commands() if command[1:4] == ["-m", "mhc.grid", "run"])
-    assert len(plan.load(command[4], (), cli.Parser()).arms) == 9
+    assert len(plan.load(command[4], ()).arms) == 9
 
 
 @pytest.mark.process

@@ -50,7 +50,7 @@ def test_every_field_of_the_config_has_its_value(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", RUNS)
 def test_the_command_still_describes_the_run_and_so_resumes_it(kind: str) -> None:
-    config = cli.load_config(str(ROOT / "configs" / "default.py"), witnessed.overrides(kind), cli.Parser())
+    config = cli.load_config(str(ROOT / "configs" / "default.py"), witnessed.overrides(kind))
     stored = configs.from_json(Path(kind, "config.json").read_text("utf-8"))
     assert configs.check_resume(stored, resolved(configs.keep_validation_rule(stored, config))) == {}
 

@@ -6,7 +6,7 @@ from typing import TypeVar
 
 from ml_collections import ConfigDict
 
-from configs import default
+from mhc.config import default
 from mhc.errors import UserError, did_you_mean
 
 T = TypeVar("T")
@@ -27,7 +27,7 @@ def get_config(size: str = "laptop") -> ConfigDict:
 
 def _laptop() -> ConfigDict:
     """Return 8 blocks of width 32, 1024 tokens a step, the embedded corpus: about a minute an arm on two CPU cores."""
-    config = default.get_config()
+    config = default()
     config.model.layers = 8
     config.model.width = 32
     config.attention.heads = 2
@@ -47,7 +47,7 @@ def _laptop() -> ConfigDict:
 
 def _cluster() -> ConfigDict:
     """Return 12 blocks of width 768, 262144 tokens a step, 2.6 billion in all; name a corpus of that size."""
-    config = default.get_config()
+    config = default()
     config.model.layers = 12
     config.model.width = 768
     config.model.dtype = "bfloat16"

@@ -44,6 +44,8 @@ def _check_heads(config: Groups) -> None:
         refuse("attention.heads", heads, f"a divisor of model.width={width}, or set attention.head_dim")
     if kv_heads is not None and heads % kv_heads:
         refuse("attention.kv_heads", kv_heads, f"a divisor of attention.heads={heads}")
+    if config.attention.kind == "tokenwise" and config.kv_heads != heads:
+        refuse("attention.kv_heads", kv_heads, "None with attention.kind=tokenwise")
     if config.positions.kind == "rope" and config.attention.kind == "heads" and config.head_dim % 2:
         if head_dim is None:
             refuse("model.width", width, f"an even multiple of attention.heads={heads}, since rope rotates pairs")
@@ -67,14 +69,13 @@ def _check_no_latents(config: Groups) -> None:
     for name in ("value_dim", "kv_rank", "q_rank", "rope_dim"):
         value = getattr(config.attention, name)
         if value not in (defaults[name], derived.get(name, defaults[name])):
-            refuse(f"attention.{name}", value, f"{defaults[name]} without attention.kind=mla, which it is a choice of")
+            kind = config.attention.kind
+            refuse(f"attention.{name}", value, f"{defaults[name]} with attention.kind={kind}: it is a choice of mla")
 
 
 def _check_head(config: Groups) -> None:
     if config.head.classes is not None and config.head.tied:
         refuse("head.tied", True, "False with head.classes: the embedding has a row for each id, not for each class")
-    if config.attention.kind == "tokenwise" and config.kv_heads != config.attention.heads:
-        refuse("attention.kv_heads", config.attention.kv_heads, "None with attention.kind=tokenwise")
 
 
 def _check_mask(config: Groups) -> None:

@@ -119,40 +119,40 @@ def draw(every: Sequence[Mappings], folder: Path) -> list[Drawn]:
     from mhc.eval.common.palette import styles_of_kinds
     from mhc.eval.common.sheet import Sheet
 
-    look = styles_of_kinds([one.kind for one in every])
-    legend = [(style, one.name) for style, one in zip(look, every, strict=True)]
+    look = styles_of_kinds([maps.kind for maps in every])
+    legend = [(style, maps.name) for style, maps in zip(look, every, strict=True)]
     drawn = []
-    for number, one in enumerate(every, start=1):
-        if one.single.shape[-1] == 1:
+    for number, maps in enumerate(every, start=1):
+        if maps.single.shape[-1] == 1:
             continue  # plain: one stream that nothing mixes
-        which = chosen(len(one.single))
+        which = chosen(len(maps.single))
         sheet = Sheet(f"maps_{number}", columns=len(which), height=2.6, x="", sharey=False, wide=True)
         for panel, (title, name, k) in enumerate(which):
             sheet.title(panel, title)
-            sheet.matrix(panel, one.name, getattr(one, name)[k])
+            sheet.matrix(panel, maps.name, getattr(maps, name)[k])
         caption = (
             "Mean over tokens; row = output stream, column = input stream. At the right the row sums (what a signal "
             "that all streams share is multiplied with), below the column sums (the same for a gradient)."
         )
-        drawn.append(Drawn(sheet.save(folder, folder), f"{one.kind}: {one.name}", caption, wide=True, section="main"))
+        drawn.append(Drawn(sheet.save(folder, folder), f"{maps.kind}: {maps.name}", caption, wide=True, section="main"))
 
-    depth = [np.arange(len(one.single), dtype=np.float64) for one in every]
+    depth = [np.arange(len(maps.single), dtype=np.float64) for maps in every]
     for name, title, panels, caption, logarithmic in _CURVES:
         sheet = Sheet(name, columns=2, rows=len(panels) // 2, legend=legend, x="sublayer", sharey=False)
         for panel, (key, heading) in enumerate(panels):
             sheet.title(panel, heading)
-            for one, x, style in zip(every, depth, look, strict=True):
-                sheet.line(panel, one.name, x, np.asarray(one.probe[key], np.float64), style)
+            for maps, x, style in zip(every, depth, look, strict=True):
+                sheet.line(panel, maps.name, x, np.asarray(maps.probe[key], np.float64), style)
             if logarithmic:
                 sheet.log(panel)
         drawn.append(Drawn(sheet.save(folder, folder), title, caption, wide=True, section="main"))
 
     sheet = Sheet("weights", columns=2, rows=len(every), height=1.9, x="sublayer", sharey=False)
-    for row, one in enumerate(every):
-        for column, (heading, values) in enumerate((("read: H_pre", one.pre), ("write: H_post", one.post))):
+    for row, maps in enumerate(every):
+        for column, (heading, values) in enumerate((("read: H_pre", maps.pre), ("write: H_post", maps.post))):
             panel = 2 * row + column
-            sheet.title(panel, f"{heading}, {one.name}")
-            sheet.cells(panel, one.name, values, "stream")
+            sheet.title(panel, f"{heading}, {maps.name}")
+            sheet.cells(panel, maps.name, values, "stream")
     caption = "How much of each stream a sublayer reads, and how much of its output goes to each: means over tokens."
     drawn.append(Drawn(sheet.save(folder, folder), "Reading and writing", caption, wide=True, section="main"))
     return drawn
@@ -191,30 +191,30 @@ _CURVES: tuple[tuple[str, str, tuple[tuple[str, str], ...], str, bool], ...] = (
 # The report -----------------------------------------------------------------------------------------------------------
 
 
-def summary(one: Mappings) -> dict[str, Any]:
+def summary(maps: Mappings) -> dict[str, Any]:
     """Return what mappings.json says of a checkpoint."""
-    probe = one.probe
+    probe = maps.probe
     peaks = {
         f"peak_{direction}_{extent}_gain": float(np.max(probe[f"gain/{direction}_{extent}_mean"]))
         for extent in ("single", "composite")
         for direction in ("forward", "backward")
     }
     return {
-        "checkpoint": one.name,
-        "kind": one.kind,
-        "sublayers": len(one.single),
-        "streams": one.single.shape[-1],
+        "checkpoint": maps.name,
+        "kind": maps.kind,
+        "sublayers": len(maps.single),
+        "streams": maps.single.shape[-1],
         **peaks,
         "row_error": float(np.max(probe["ds_error/rows"])),
         "column_error": float(np.max(probe["ds_error/columns"])),
         "by_sublayer": {
             **{name: probe[f"gain/{name}_mean"] for name in ("forward_single", "backward_single")},
             **{name: probe[f"gain/{name}_mean"] for name in ("forward_composite", "backward_composite")},
-            "pre": one.pre,
-            "post": one.post,
-            "single": one.single,
-            "from_start": one.from_start,
-            "to_end": one.to_end,
+            "pre": maps.pre,
+            "post": maps.post,
+            "single": maps.single,
+            "from_start": maps.from_start,
+            "to_end": maps.to_end,
         },
     }
 
@@ -235,7 +235,7 @@ def page(every: Sequence[Mappings], drawn: Sequence[Drawn]) -> str:
     from mhc.eval.common.page import cell, document, figures, table, text
     from mhc.eval.common.words import number
 
-    summaries = [summary(one) for one in every]
+    summaries = [summary(maps) for maps in every]
     rows = [
         [cell(text(values["checkpoint"])), cell(values["kind"]), *(cell(number(values[key])) for key, _ in _ROWS)]
         for values in summaries
@@ -270,16 +270,16 @@ def main(arguments: Sequence[str]) -> int:
         print(f"{checkpoint.name}: compiling, then measuring", file=sys.stderr, flush=True)
         every.append(measure(checkpoint, options.sequences))
     out.mkdir(parents=True, exist_ok=True)
-    names = checkpoints.short_names([one.name for one in every])
-    drawn = draw([one._replace(name=name) for one, name in zip(every, names, strict=True)], out)
+    names = checkpoints.short_names([maps.name for maps in every])
+    drawn = draw([maps._replace(name=name) for maps, name in zip(every, names, strict=True)], out)
     from mhc.files import write_json
 
-    write_json(out / "mappings.json", {"checkpoints": [summary(one) for one in every]})
+    write_json(out / "mappings.json", {"checkpoints": [summary(maps) for maps in every]})
     file = out / "mappings.html"
     file.write_text(page(every, drawn), encoding="utf-8")
-    for one in every:
-        found = summary(one)
-        print(f"{one.name} ({one.kind}): " + ", ".join(f"{text} {found[key]:.4g}" for key, text in _ROWS[1:]))
+    for maps in every:
+        values = summary(maps)
+        print(f"{maps.name} ({maps.kind}): " + ", ".join(f"{text} {values[key]:.4g}" for key, text in _ROWS[1:]))
     print(file)
     return 0
 

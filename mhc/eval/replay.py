@@ -239,9 +239,9 @@ def change(config: Config, overrides: Mapping[str, Any]) -> Config:
             raise UserError(f"{name}: decides the batches, and a replay feeds the run's own; allowed: other fields")
     if not overrides:
         return config
-    made = configs.change(config, overrides)
+    changed = configs.change(config, overrides)
     assert config.model.vocab_size is not None
-    return configs.resolve(made, made.model.vocab_size or config.model.vocab_size)
+    return configs.resolve(changed, changed.model.vocab_size or config.model.vocab_size)
 
 
 def batches_left_out(events: Sequence[Mapping[str, Any]]) -> dict[int, int]:
@@ -346,9 +346,9 @@ def take_cores_of(run: Path) -> None:
     summary = run / "summary.json"
     if "jax" in sys.modules or not hasattr(os, "sched_setaffinity") or not summary.is_file():
         return
-    cores, own = read_json(summary).get("cores"), sorted(os.sched_getaffinity(0))
-    if cores and cores < len(own):
-        os.sched_setaffinity(0, own[:cores])
+    cores, usable = read_json(summary).get("cores"), sorted(os.sched_getaffinity(0))
+    if cores and cores < len(usable):
+        os.sched_setaffinity(0, usable[:cores])
 
 
 def _read(run: str | Path) -> _Stored:
@@ -425,10 +425,10 @@ def _first_nan(trainer: Any, state: Any, batch: Any, completed: int) -> list[str
     map_paths(lambda path, leaf: weights.append(path) if jnp.isnan(leaf).any() else None, state.params)
     if weights:
         return [f"in the weights before the step: {weights[0]} ({len(weights)} arrays with NaN)"]
-    found = first_nan(trainer, state.params, batch, completed)
-    if found is None:
+    operation = first_nan(trainer, state.params, batch, completed)
+    if operation is None:
         return []
-    name, origin = found
+    name, origin = operation
     head, *rest = origin.render()
     fine = np.asarray(finite_outputs(trainer, state.params, batch, completed))
     where = [] if fine.all() else [f"the first output that is not finite: {sublayer_name(int(np.argmin(fine)))}"]

@@ -70,13 +70,13 @@ def watch(
                 continue
             began = time.monotonic()
             try:
-                found = measure(step)
+                result = measure(step)
             except Exception:  # of any kind: readers say in many ways that files are missing
                 if not _deleted(run, step, sleep):
                     raise
                 print(f"{run}: checkpoint {step} was deleted while it was read; left out", file=sys.stderr, flush=True)
             else:
-                line = {"run": str(run), "step": step, **found, "how": how}
+                line = {"run": str(run), "step": step, **result, "how": how}
                 append_jsonl(out, {**line, "time": time.time(), "seconds": time.monotonic() - began})
                 scored += 1
             done.add(step)
@@ -107,14 +107,14 @@ def finished(run: Folder) -> bool:
 
 def perplexity(checkpoint: checkpoints.Checkpoint, options: argparse.Namespace, changes: dict[str, Any]) -> Scored:
     """Return loss, perplexity and bits per byte of a checkpoint."""
-    found = summary(score(checkpoint, corpus_of(checkpoint.config, options, changes)), None)
-    measures = {name: found[name] for name in ("loss", "perplexity", "bits_per_token", "bits_per_byte")}
+    result = summary(score(checkpoint, corpus_of(checkpoint.config, options, changes)), None)
+    measures = {name: result[name] for name in ("loss", "perplexity", "bits_per_token", "bits_per_byte")}
     values = {name: measure["value"] for name, measure in measures.items()}
     intervals = {name: [measure["low"], measure["high"]] for name, measure in measures.items()}
     return {
         **values,
         "intervals": intervals,
-        **{name: found[name] for name in ("documents", "tokens", "bytes", "bits_per_byte_reason") if name in found},
+        **{name: result[name] for name in ("documents", "tokens", "bytes", "bits_per_byte_reason") if name in result},
     }
 
 
@@ -136,8 +136,8 @@ def benchmarks(checkpoint: checkpoints.Checkpoint, tasks: harness_tasks.Tasks, l
     can = harness_tasks.runnable(tasks, model, unsafe=False)
     harness_tasks.check_any(can)
     every: Scored = {}
-    for one in harness_scores.scores(harness_scores.evaluate(model, can, limit=limit), can):
-        every.setdefault(one.name, {})[one.metric] = one.value
+    for scored in harness_scores.scores(harness_scores.evaluate(model, can, limit=limit), can):
+        every.setdefault(scored.name, {})[scored.metric] = scored.value
     return every
 
 
@@ -177,14 +177,14 @@ def main(arguments: Sequence[str]) -> int:
     def measure(step: int) -> Scored:
         print(f"{run}: scoring checkpoint {step}", file=sys.stderr, flush=True)
         checkpoint = checkpoints.load(options.run, step, changes=changes)
-        found = perplexity(checkpoint, options, changes)
-        bits = found.get("bits_per_byte_reason") or f"{found['bits_per_byte']:.4f} bits per byte"
-        told = f"{checkpoint.name}: loss {found['loss']:.4f}, {bits}"
+        result = perplexity(checkpoint, options, changes)
+        bits = result.get("bits_per_byte_reason") or f"{result['bits_per_byte']:.4f} bits per byte"
+        told = f"{checkpoint.name}: loss {result['loss']:.4f}, {bits}"
         if tasks is not None:
-            found["tasks"] = benchmarks(checkpoint, tasks, options.limit)
-            told += "".join(f", {name} {next(iter(of.values())):.4f}" for name, of in found["tasks"].items() if of)
+            result["tasks"] = benchmarks(checkpoint, tasks, options.limit)
+            told += "".join(f", {name} {next(iter(of.values())):.4f}" for name, of in result["tasks"].items() if of)
         print(told, flush=True)
-        return found
+        return result
 
     how = {
         "changes": checkpoints.without_mesh(changes),

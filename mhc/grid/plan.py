@@ -72,13 +72,13 @@ class Plan:
         return {}
 
 
-def load(path: str, arguments: Sequence[str], parser: cli.Parser) -> Plan:
+def load(path: str, arguments: Sequence[str], parser: cli.Parser | None = None) -> Plan:
     """The plan of a grid file and the overrides on the command line.
 
     Args:
         path: a Python file with ``get_grid() -> Grid``; ``file.py:text`` calls ``get_grid(text)``.
         arguments: what the parser left over: ``--config.group.field=value``, for every arm.
-        parser: names the options in the complaint about anything else.
+        parser: that of the program, for messages; None: the caller is no program.
     Raises: UserError for a file that cannot be loaded, two arms of one name, an invalid arm, or an override of a field
         in which the arms differ.
     """

@@ -67,7 +67,7 @@ class SafetensorsFile:
     def _entry(self, name: str, raw: Any) -> Entry:
         try:
             dtype, shape, (begin, end) = raw["dtype"], tuple(raw["shape"]), raw["data_offsets"]
-            counts = all(isinstance(number, int) and number >= 0 for number in (*shape, begin, end))
+            counts = all(isinstance(number, int) and 0 <= number < 2**63 for number in (*shape, begin, end))
             wanted = math.prod(shape) * _SIZES[dtype] if dtype in _SIZES else end - begin
             if not counts or not 0 <= end - begin == wanted:
                 raise ValueError

@@ -131,7 +131,7 @@ class WandbWriter:
 
 
 def scalars(record: Record) -> dict[str, float]:
-    """A record as single numbers: an array's largest value under its name, a mapping's entries as ``name/entry``.
+    """Return a record as single numbers: an array's largest value, and a mapping's entries as ``name/entry``.
 
     ``step``, None, strings and empty arrays are left out.
     """

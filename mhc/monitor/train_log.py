@@ -46,7 +46,7 @@ class TrainLog:
             self._write(text.rstrip("\n"))
 
     def write(self, text: str) -> int:
-        """As of a stream: a line is written when it ends; of one that a terminal shows anew, what it showed last."""
+        """Write text as to a stream: a line is written when it ends; of a rewritten line only its last form is."""
         with self._lock:
             *whole, self._part = (self._part + text).split("\n")
             for line in whole:
@@ -54,10 +54,10 @@ class TrainLog:
         return len(text)
 
     def flush(self) -> None:
-        """Nothing waits."""
+        """Do nothing: nothing is buffered."""
 
     def fileno(self) -> int:
-        """The file's descriptor."""
+        """Return the file's descriptor."""
         return self._file.fileno()
 
     def close(self) -> None:
@@ -78,7 +78,7 @@ class TrainLog:
 
     @contextlib.contextmanager
     def keeping_stderr(self) -> Iterator[None]:
-        """What is written to ``sys.stderr`` meanwhile is written here too, and so is what ends it, when that raises."""
+        """Copy to the log what is written to ``sys.stderr`` meanwhile, and the exception that ends it, if any."""
         before = sys.stderr
         sys.stderr = _Both(stdio.lossy(before), self)
         try:
@@ -99,7 +99,7 @@ class TrainLog:
 
 
 class _Both:
-    """A text stream whose text goes to a log as well; everything else of it is the stream's own."""
+    """Writes to a text stream and to a log; everything else of it is the stream's own."""
 
     def __init__(self, stream: TextIO, log: TrainLog):
         self._stream, self._log = stream, log

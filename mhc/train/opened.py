@@ -87,7 +87,7 @@ class Opened:
 
     @property
     def seconds(self) -> float:
-        """Seconds of training so far, in all processes that took the run on."""
+        """Return the seconds of training so far, in all processes that took the run on."""
         return self.standing.seconds + time.perf_counter() - self.began
 
     # ---------------------------------------------------------------------------------------------------------- a step

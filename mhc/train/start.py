@@ -48,7 +48,7 @@ def check_preserving(residual: ResidualConfig) -> None:
 
 
 def fresh(definition: DecoderDefinition, seed: int, layout: Any, wanted: Callable[[str], bool]) -> dict[str, jax.Array]:
-    """{path: initial value} of the wanted parameters alone, in their shards."""
+    """Return {path: initial value} of the wanted parameters alone, in their shards."""
     paths = [path_of(path) for path, _ in jax.tree_util.tree_leaves_with_path(definition.abstract())]
     chosen = [path for path in paths if wanted(path)]
     if not chosen:
@@ -61,15 +61,15 @@ def fresh(definition: DecoderDefinition, seed: int, layout: Any, wanted: Callabl
 
     # Compiled, so that of the other parameters nothing is made; once, so that optimising costs more than it saves.
     once = known_options({"xla_backend_optimization_level": 0}) if jax.default_backend() == "cpu" else {}
-    made = jax.jit(init, out_shardings={path: by_path[path] for path in chosen}, compiler_options=once)
-    return dict(made(jax.random.key(seed)))
+    compiled = jax.jit(init, out_shardings={path: by_path[path] for path in chosen}, compiler_options=once)
+    return dict(compiled(jax.random.key(seed)))
 
 
 # Another run's weights ------------------------------------------------------------------------------------------------
 
 
 class Source(NamedTuple):
-    """The checkpoint that ``train.init_from`` names."""
+    """Describes the checkpoint that ``train.init_from`` names."""
 
     run: Folder
     step: int
@@ -77,7 +77,7 @@ class Source(NamedTuple):
 
 
 def source(config: Config) -> Source | None:
-    """The checkpoint that a resolved config starts from; None: fresh weights.
+    """Return the checkpoint that a resolved config starts from, None for fresh weights.
 
     Raises:
       UserError: no such run or checkpoint, parameters of other shapes (listed by name), a residual that would not
@@ -92,14 +92,14 @@ def source(config: Config) -> Source | None:
     try:
         if at and not numbered and remote.read(remote.path(run) / "config.json") is not None:
             raise UserError(f"{text}: given step {step!r}, allowed: an int >= 0")
-        found, last = find_checkpoint(run if numbered else text, int(step) if numbered else None)
+        stored, last = find_checkpoint(run if numbered else text, int(step) if numbered else None)
     except UserError as error:
         raise UserError(f"train.init_from: {error}") from None
-    made = Source(remote.path(run if numbered else text), last, found)
-    _check_positions(config, found)
-    ours, theirs = _shapes(config), _shapes(found)
-    if not _same_maps(config, found) and not _same_residual(config, found):
-        _check_upcycling(config, found)
+    checkpoint = Source(remote.path(run if numbered else text), last, stored)
+    _check_positions(config, stored)
+    ours, theirs = _shapes(config), _shapes(stored)
+    if not _same_maps(config, stored) and not _same_residual(config, stored):
+        _check_upcycling(config, stored)
         ours, theirs = ({p: s for p, s in shapes.items() if not _is_residual(p)} for shapes in (ours, theirs))
     apart = [
         f"{path} {list(theirs[path]) if path in theirs else 'absent'} there, "
@@ -109,21 +109,21 @@ def source(config: Config) -> Source | None:
     ]
     if apart:
         fields = [
-            f"model.{name}={getattr(found.model, name)} there, {getattr(config.model, name)} here"
+            f"model.{name}={getattr(stored.model, name)} there, {getattr(config.model, name)} here"
             for name in ("width", "layers", "vocab_size")
-            if getattr(found.model, name) != getattr(config.model, name)
+            if getattr(stored.model, name) != getattr(config.model, name)
         ]
         more = f" and {len(apart) - 8} more" if len(apart) > 8 else ""
         named = f"{'; '.join(fields)}: " if fields else ""
         raise UserError(f"train.init_from: {text}: {named}parameters of other shapes: {'; '.join(apart[:8])}{more}")
     if config.train.init_optimizer:
-        _check_optimizer(config, made)
-        _check_schedule(config, made)
-    return made
+        _check_optimizer(config, checkpoint)
+        _check_schedule(config, checkpoint)
+    return checkpoint
 
 
 def notes(config: Config, found: Source, tokenizer: str) -> Iterator[str]:
-    """Lines for the user on what of a start is allowed but may not be meant.
+    """Yield lines for the user about what is allowed but may not be meant.
 
     Args:
       tokenizer: ``content_hash`` of the run's own.
@@ -164,30 +164,31 @@ def set_data(data: TrainIterator, config: Config, found: Source) -> None:
 
 
 def initial_state(trainer: Trainer) -> TrainState:
-    """The state before the first step, in its shards: fresh from seed.init, or from what ``train.init_from`` names.
+    """Return the first state, in its shards: fresh from seed.init, or from what ``train.init_from`` names.
 
     Raises: UserError as ``source``.
     """
     config = trainer.config
-    found = source(config)
-    if found is None:
+    checkpoint = source(config)
+    if checkpoint is None:
         return trainer.init(config.seed.init)
-    own = not _same_maps(config, found.config)
-    new = fresh(trainer.definition, config.seed.init, trainer.layout.params, lambda path: own and _is_residual(path))
+    new_maps = not _same_maps(config, checkpoint.config)
+    layouts = trainer.layout.params
+    new = fresh(trainer.definition, config.seed.init, layouts, lambda path: new_maps and _is_residual(path))
     wanted: dict[str, Any] = {"params": trainer.abstract.params}
     if config.train.init_optimizer:
         wanted |= {name: getattr(trainer.abstract, name) for name in ("opt_state", "step", "skipped")}
     layout = {name: getattr(trainer.layout, name) for name in wanted}
     # What is new is not looked for in the source.
     wanted["params"], layout["params"] = (_without(tree, set(new)) for tree in (wanted["params"], layout["params"]))
-    restored = restore_parts(found.run, found.step, wanted, layout)
+    restored = restore_parts(checkpoint.run, checkpoint.step, wanted, layout)
     params = _joined(trainer.abstract.params, restored["params"], new)
     state = trainer.begin(params)
     return state._replace(**{name: leaf for name, leaf in restored.items() if name != "params"})
 
 
 def state_of_weights(trainer: Trainer, run: Folder, step: int) -> TrainState:
-    """The state that begins with the parameters of a checkpoint which holds nothing else."""
+    """Return the state that begins with the parameters of a checkpoint which holds nothing else."""
     wanted, layout = {"params": trainer.abstract.params}, {"params": trainer.layout.params}
     return trainer.begin(restore_parts(run, step, wanted, layout)["params"])
 
@@ -202,7 +203,7 @@ def _shapes(config: Config) -> dict[str, tuple[int, ...]]:
 
 
 def _same_maps(config: Config, other: Config) -> bool:
-    """Whether the residuals are of one kind, with parameters of the same shapes: then they are taken over."""
+    """Return whether the residuals are of one kind, with parameters of the same shapes: then they are taken over."""
 
     def maps(one: Config) -> dict[str, tuple[int, ...]]:
         return {path: shape for path, shape in _shapes(one).items() if _is_residual(path)}
@@ -211,7 +212,7 @@ def _same_maps(config: Config, other: Config) -> bool:
 
 
 def _same_residual(config: Config, other: Config) -> bool:
-    """Whether nothing but shapes can tell the two apart."""
+    """Return whether the residuals differ in shapes at most."""
     return config.residual.kind == other.residual.kind and config.streams == other.streams
 
 
@@ -236,10 +237,10 @@ def _check_upcycling(config: Config, found: Config) -> None:
 
 
 def _check_optimizer(config: Config, found: Source) -> None:
-    def state(one: Config) -> Any:
-        abstract = DecoderDefinition(one).abstract()
-        made = jax.eval_shape(make_optimizer(one, abstract).init, abstract)
-        return jax.tree.structure(made), [leaf.shape for leaf in jax.tree.leaves(made)]
+    def state(of_run: Config) -> Any:
+        abstract = DecoderDefinition(of_run).abstract()
+        shapes = jax.eval_shape(make_optimizer(of_run, abstract).init, abstract)
+        return jax.tree.structure(shapes), [leaf.shape for leaf in jax.tree.leaves(shapes)]
 
     if state(config) != state(found.config):
         raise UserError(
@@ -282,7 +283,7 @@ def _check_positions(config: Config, found: Config) -> None:
 
 
 def _without(tree: Any, paths: set[str]) -> Any:
-    """A nested dict without some of its leaves."""
+    """Return a nested dict without some of its leaves."""
 
     def kept(node: Any, path: str) -> Any:
         if not isinstance(node, dict):
@@ -298,6 +299,6 @@ def _without(tree: Any, paths: set[str]) -> Any:
 
 
 def _joined(abstract: Any, some: Any, others: dict[str, jax.Array]) -> Any:
-    """The tree of ``abstract`` from leaves of two sources."""
+    """Return the tree of ``abstract`` from leaves of two sources."""
     by_path = {path_of(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(some)} | others
     return jax.tree_util.tree_map_with_path(lambda path, _: by_path[path_of(path)], abstract)

@@ -24,7 +24,7 @@ def get_config(layers='3'):
 
 def load(*overrides: str, path: str = DEMO) -> Config:
     """Return the Config of a file and overrides."""
-    parser = cli.Parser()
+    parser = cli.Parser(example="", fields=cli.EVERY_FIELD)
     parser.add_argument("--workdir")
     return cli.load_config(path, overrides, parser)
 

@@ -82,7 +82,7 @@ def test_what_resolve_fills_in_is_accepted_again() -> None:
 
 def ready(name: str, kind: str = "mhc") -> Config:
     overrides = [f"--config.residual.kind={kind}"]
-    config = cli.load_config(str(ROOT / "configs" / f"{name}.py"), overrides, cli.Parser())
+    config = cli.load_config(str(ROOT / "configs" / f"{name}.py"), overrides)
     return resolve(config, config.model.vocab_size or 258)
 
 

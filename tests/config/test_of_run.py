@@ -18,8 +18,8 @@ FILE = Path(__file__).parents[2] / "configs" / "of_run.py"
 def again(config: Config, folder: Path, *overrides: str) -> Config:
     """Return the resolved config of a run in ``folder``, as the command line gives it."""
     (folder / "config.json").write_text(to_json(config))
-    loaded = resolve(cli.load_config(f"{FILE}:{folder}", overrides, cli.Parser()), config.vocab_size)
-    assert resolve(cli.load_config(f"{folder}/config.json", overrides, cli.Parser()), config.vocab_size) == loaded
+    loaded = resolve(cli.load_config(f"{FILE}:{folder}", overrides), config.vocab_size)
+    assert resolve(cli.load_config(f"{folder}/config.json", overrides), config.vocab_size) == loaded
     return loaded
 
 
@@ -58,7 +58,7 @@ def test_another_kind_is_as_if_it_had_been_chosen(kind: str, other: str) -> None
 @pytest.mark.parametrize("run", ["", "nowhere"])
 def test_no_run_is_one_line(run: str) -> None:
     with pytest.raises(UserError, match=r"of_run\.py:.*no run folder, allowed: configs/of_run\.py:RUN"):
-        cli.load_config(f"{FILE}:{run}", [], cli.Parser())
+        cli.load_config(f"{FILE}:{run}", [])
 
 
 @pytest.mark.parametrize(
@@ -76,4 +76,4 @@ def test_a_stored_config_that_cannot_be_read_is_one_line(tmp_path: Path, text: s
     if text is not None:
         file.write_bytes(text.encode("utf-8", "surrogateescape"))
     with pytest.raises(UserError, match=words):
-        cli.load_config(str(file), (), cli.Parser())
+        cli.load_config(str(file), ())

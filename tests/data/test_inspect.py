@@ -52,7 +52,7 @@ def test_every_text_is_shown_once_and_counted(arguments, tmp_path, capsys):
 
 
 def test_segments_are_those_of_the_batch(arguments):
-    parser = cli.Parser()
+    parser = cli.Parser(example="", fields=cli.EVERY_FIELD)
     config = cli.load_config(arguments[1], arguments[2:], parser)
     ((_, batch), *_) = inspect.read(config, "validation", 1)
     tokenizer = tokenizers.load("bytes")

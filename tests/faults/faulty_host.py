@@ -17,7 +17,7 @@ NOT_FINITE = Faults(loss=lambda completed, loss: jnp.where(completed == 6, jnp.n
 
 def main(arguments: Sequence[str]) -> int:
     """--config FILE --workdir DIR, as train.py."""
-    parser = cli.Parser()
+    parser = cli.Parser(example="", fields=cli.EVERY_FIELD)
     parser.add_argument("--config")
     parser.add_argument("--workdir")
     options = parser.parse_args(arguments)

@@ -51,7 +51,7 @@ class FatalPhases(Phases):
 
 def main(arguments: Sequence[str]) -> int:
     """Train as train.py does; returns its exit code, unless ``--phase`` comes before the end."""
-    parser = cli.Parser()
+    parser = cli.Parser(example="", fields=cli.EVERY_FIELD)
     parser.add_argument("--config")
     parser.add_argument("--workdir")
     parser.add_argument("--phase")

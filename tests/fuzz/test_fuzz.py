@@ -129,7 +129,7 @@ OVERRIDES = st.lists(override(), min_size=1, max_size=4).map(
 @shares
 def test_overrides_on_the_command_line(share: float, record_property: Callable[[str, object], None]) -> None:
     def read(words: list[str]) -> None:
-        parser = cli.Parser(prog="train.py")
+        parser = cli.Parser(prog="train.py", example="", fields=cli.EVERY_FIELD)
         _, rest = parser.parse_known_args(words)
         made = cli.load_config(str(ROOT / "configs/demo.py"), rest, parser)
         configs.from_json(configs.to_json(made))
@@ -348,7 +348,7 @@ def test_run_folders(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Programs that look at a run: a comparison but for its figures, run.json as an origin, a checkpoint's config."""
-    comparison = importlib.import_module("mhc.eval.compare.__main__")
+    comparison = importlib.import_module("mhc.eval.compare.write")
     monkeypatch.setattr(comparison, "draw", lambda *arguments: [])
 
     def read(given: tuple[str, bytes]) -> None:

@@ -9,7 +9,6 @@ from pathlib import Path
 import jax
 import pytest
 
-from mhc import cli
 from mhc import config as configs
 from mhc.grid import estimate, plan
 from mhc.grid.estimate import Speed
@@ -40,7 +39,7 @@ def planned(tmp_path_factory: pytest.TempPathFactory) -> plan.Plan:
     folder = tmp_path_factory.mktemp("grid")
     (folder / "base.py").write_text(BASE)
     (folder / "g.py").write_text(GRID)
-    return plan.load(str(folder / "g.py"), (), cli.Parser())
+    return plan.load(str(folder / "g.py"), ())
 
 
 def test_costs_are_those_of_the_run(planned: plan.Plan) -> None:

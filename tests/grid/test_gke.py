@@ -27,7 +27,7 @@ GPU = Pod("registry/image:1", "runs", "nvidia-h100-80gb", chips=8)
 @functools.cache
 def load(grid: str, *overrides: str) -> Plan:
     """The plan of a ready grid."""
-    return plan.load(str(GRIDS / grid), overrides, cli.Parser())
+    return plan.load(str(GRIDS / grid), overrides)
 
 
 def manifests(planned: Plan, pod: Pod) -> dict[str, Any]:
@@ -48,7 +48,7 @@ def test_the_command_of_a_manifest_trains_the_arm(grid: str, monkeypatch: pytest
         python, program, flag, config, *overrides, last, workdir = entry
         assert (python, program, flag, last) == ("python", "train.py", "--config", "--workdir")
         assert workdir.startswith("/runs/") and workdir.endswith(f"/{arm}")
-        assert cli.load_config(config, overrides, cli.Parser()) == planned.placed(arm, Path(workdir).parent)
+        assert cli.load_config(config, overrides) == planned.placed(arm, Path(workdir).parent)
 
 
 def pod_of(manifest: dict[str, Any]) -> dict[str, Any]:
@@ -65,11 +65,11 @@ def test_values_of_every_type_survive_the_command_line(tmp_path: Path, monkeypat
     (tmp_path / "g.py").write_text(
         f"from mhc.grid import *\ndef get_grid():\n    return Grid('{GRIDS / 'base.py'}', {arms})\n"
     )
-    planned = plan.load(str(tmp_path / "g.py"), (), cli.Parser())
+    planned = plan.load(str(tmp_path / "g.py"), ())
     (arm,) = planned.arms
     monkeypatch.chdir(ROOT)
     command = gke.command(planned, arm, "/runs/a")
-    assert cli.load_config(command[3], command[4:-2], cli.Parser()) == planned.config(arm)
+    assert cli.load_config(command[3], command[4:-2]) == planned.config(arm)
 
 
 def test_a_pod_asks_for_its_accelerators() -> None:
@@ -115,7 +115,7 @@ def test_a_base_that_the_image_lacks_is_refused(tmp_path: Path) -> None:
     (tmp_path / "base.py").write_text((GRIDS / "base.py").read_text())
     (tmp_path / "g.py").write_text("from mhc.grid import *\ndef get_grid():\n    return Grid('base.py', arm({}))\n")
     with pytest.raises(UserError, match="lies outside of the project"):
-        gke.command(plan.load(str(tmp_path / "g.py"), (), cli.Parser()), "base", "/runs/a")
+        gke.command(plan.load(str(tmp_path / "g.py"), ()), "base", "/runs/a")
 
 
 POD = ["--launcher", "gke", "--gke_image", "i", "--gke_claim", "c", "--gke_accelerator", "nvidia-l4"]

@@ -38,7 +38,7 @@ def write(tmp_path: Path) -> Write:
 
 def load(path: str, *overrides: str) -> plan.Plan:
     """The plan of a file."""
-    return plan.load(path, overrides, cli.Parser())
+    return plan.load(path, overrides)
 
 
 KINDS = "product(seeds(0), axis('residual.kind', 'plain', 'hc'))"

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from mhc import cli, kinds
+from mhc import kinds
 from mhc.errors import UserError
 from mhc.grid import plan
 from mhc.grid.plan import Plan
@@ -21,7 +21,7 @@ GRIDS = sorted(file.stem for file in FOLDER.glob("*.py") if file.stem not in ("_
 @functools.cache
 def load(grid: str, size: str = "laptop") -> Plan:
     """The plan of a ready grid."""
-    return plan.load(f"{FOLDER / grid}.py:{size}", (), cli.Parser())
+    return plan.load(f"{FOLDER / grid}.py:{size}", ())
 
 
 def values(planned: Plan, field: str) -> set[object]:
@@ -55,7 +55,7 @@ def test_arms_are_paired_by_seed_and_have_their_plain(grid: str, size: str) -> N
 
 @pytest.mark.parametrize("grid", GRIDS)
 def test_without_a_size_it_is_the_laptop(grid: str) -> None:
-    bare = plan.load(f"{FOLDER / grid}.py", (), cli.Parser())
+    bare = plan.load(f"{FOLDER / grid}.py", ())
     assert bare.arms == load(grid).arms and bare.base == load(grid).base
     assert bare.base != load(grid, "cluster").base
 

@@ -79,7 +79,7 @@ def test_the_run_trains_resumes_and_keeps_its_beginning(tmp_path: Path) -> None:
     import_hf.import_hf(folder, run, overrides)
     assert load_run(run).config.data.tokenizer == str(run / "tokenizer.json")
     # The config of the run, as a user names it on the command line.
-    config = cli.load_config(f"{ROOT / 'configs' / 'of_run.py'}:{run}", [], cli.Parser())
+    config = cli.load_config(f"{ROOT / 'configs' / 'of_run.py'}:{run}", [])
     before = load_run(run).params
     assert small_runs.run(config, run) == 0
     metrics = small_runs.lines(run, "metrics")

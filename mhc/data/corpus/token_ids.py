@@ -197,7 +197,7 @@ def layout_of(path: Path, size: int, token_dtype: str, shown: str) -> Layout:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", UserWarning)
                 ids = np.load(path, mmap_mode="r", allow_pickle=False)
-        except (ValueError, OSError, EOFError, SyntaxError, MemoryError, OverflowError) as error:
+        except Exception as error:  # numpy parses the header as Python, which fails in as many ways as Python does
             objects = "allow_pickle" in str(error) or "Python objects" in str(error)
             reason = "it holds Python objects, not integers" if objects else first_line(error)
             raise UserError(f"{shown} is not a readable .npy file: {reason}") from None

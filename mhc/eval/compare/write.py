@@ -47,8 +47,8 @@ def compare(paths: Sequence[str | Path], out: str | Path | None = None, *, recom
             recomputed[arm.name] = recompute(arm)
     _say("counting n-gram baselines …")
     comparison = comparison_of(arms, baselines(_data_config(arms[0])), recomputed, warnings)
-    found = findings(comparison)
-    for finding in found:
+    statements = findings(comparison)
+    for finding in statements:
         if finding.warning:
             _say(f"warning: {finding.text}")
     try:
@@ -56,8 +56,8 @@ def compare(paths: Sequence[str | Path], out: str | Path | None = None, *, recom
         figures = draw(comparison, target / "figures", target / "data")
         tables.write(comparison, target / "data")
         report = target / "report.html"
-        report.write_text(render(_title(arms, target), comparison, found, figures), "utf-8")
-        write_json(target / "summary.json", summary(comparison, found))
+        report.write_text(render(_title(arms, target), comparison, statements, figures), "utf-8")
+        write_json(target / "summary.json", summary(comparison, statements))
     except OSError as error:
         where = error.filename or target
         if full_disk.reason(error) is not None:
@@ -68,7 +68,7 @@ def compare(paths: Sequence[str | Path], out: str | Path | None = None, *, recom
     return report
 
 
-def summary(comparison: Comparison, found: Sequence[Finding]) -> dict[str, Any]:
+def summary(comparison: Comparison, statements: Sequence[Finding]) -> dict[str, Any]:
     """Return the content of summary.json."""
     models = comparison.baselines
     return {
@@ -79,8 +79,8 @@ def summary(comparison: Comparison, found: Sequence[Finding]) -> dict[str, Any]:
             "bigram": models.bigram,
             **({} if models.reason is None else {"reason": models.reason}),
         },
-        "findings": [finding.text for finding in found if not finding.warning],
-        "warnings": [finding.text for finding in found if finding.warning],
+        "findings": [finding.text for finding in statements if not finding.warning],
+        "warnings": [finding.text for finding in statements if finding.warning],
     }
 
 

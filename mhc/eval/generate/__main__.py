@@ -109,10 +109,10 @@ def main(arguments: Sequence[str]) -> int:
     else:
         for number, completion in enumerate(completions, start=1):
             print(f"== {number}: {completion.prompt}\n{completion.text}")
-    seconds, made = time.monotonic() - started, sum(len(completion.tokens) for completion in completions)
+    seconds, count = time.monotonic() - started, sum(len(completion.tokens) for completion in completions)
     ends = {"length": "--max_new_tokens", "token": "a stop token", "stop": "a stop string"}
     why = f", ended by {ends[completions[0].reason]}" if streams else ""
-    print(f"{made} tokens in {seconds:.1f} s, compilation included{why}", file=sys.stderr)
+    print(f"{count} tokens in {seconds:.1f} s, compilation included{why}", file=sys.stderr)
     if out is not None:
         record = {
             "checkpoint": str(run),

@@ -174,11 +174,11 @@ class LanguageModel(TemplateLM):
                     totals[request] = -float(scores.nll[row, column])
                     greedy[request] = bool(scores.greedy[row, column])
             tell(len(batch["requests"]))
-        found = [(float(total), bool(flag)) for total, flag in zip(totals, greedy, strict=True)]
-        for (texts, *_), result in zip(requests, found, strict=True):
+        answers = [(float(total), bool(flag)) for total, flag in zip(totals, greedy, strict=True)]
+        for (texts, *_), result in zip(requests, answers, strict=True):
             if texts is not None:
                 self.cache_hook.add_partial("loglikelihood", texts, result)
-        return found
+        return answers
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
         """Return the log-probability in nats of each text, without eos.
@@ -189,10 +189,10 @@ class LanguageModel(TemplateLM):
         with self._naming(requests):
             tokens = [(None, [self.prefix_token_id], self.tok_encode(text, add_special_tokens=False)) for text in texts]
         self._note_lost(texts)
-        found = [total for total, _ in self._loglikelihood_tokens(tokens)]
-        for text, total in zip(texts, found, strict=True):
+        answers = [total for total, _ in self._loglikelihood_tokens(tokens)]
+        for text, total in zip(texts, answers, strict=True):
             self.cache_hook.add_partial("loglikelihood_rolling", (text,), total)
-        return found
+        return answers
 
     def _note_lost(self, texts: Sequence[str]) -> None:
         """Warn where bits per byte, which lm-eval makes of these, count text that the tokeniser loses."""

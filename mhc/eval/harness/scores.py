@@ -46,14 +46,14 @@ class Score(NamedTuple):
     error: float | None  # standard error
 
 
-def scores(found: dict[str, Any], tasks: Tasks) -> list[Score]:
+def scores(outcome: dict[str, Any], tasks: Tasks) -> list[Score]:
     """Return the scores of groups, then of single tasks, each with all its metrics."""
-    results = found["results"]
+    results = outcome["results"]
     out = []
     for name in [*(name for name in results if name in tasks.groups), *tasks.loaded]:
         leaves = [task.task_name for task in tasks.groups[name].get_all_tasks()] if name in tasks.groups else [name]
-        questions = sum(found["n-samples"][leaf]["effective"] for leaf in leaves)
-        counts = {found["n-shot"][leaf] for leaf in leaves}
+        questions = sum(outcome["n-samples"][leaf]["effective"] for leaf in leaves)
+        counts = {outcome["n-shot"][leaf] for leaf in leaves}
         shots = counts.pop() if len(counts) == 1 else None
         for key, value in results[name].items():
             metric, comma, which = key.partition(",")
@@ -107,10 +107,10 @@ def paper(every: Sequence[Score], tasks: Tasks) -> list[dict[str, Any]]:
     return out
 
 
-def paper_table(found: Sequence[dict[str, Any]]) -> str:
+def paper_table(outcome: Sequence[dict[str, Any]]) -> str:
     """Return a table with a line for each of the paper's benchmarks."""
     rows = [("benchmark", "shots", "metric", "value", "questions", "lm-eval's task")]
-    for row in found:
+    for row in outcome:
         whole = "" if row["parts"] == row["parts_of"] else f", {row['parts']} of {row['parts_of']} parts"
         score = Score(row["task"], row["shots"], row["questions"], row["key"], row["value"] or 0.0, row["stderr"])
         value = "not run" if row["value"] is None else _value(score)

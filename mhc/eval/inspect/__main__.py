@@ -1,7 +1,7 @@
 """Look inside a checkpoint: profiles, ablations, activation patching, attention patterns.
 
     python -m eval.inspect profile --checkpoint runs/a --out report
-    python -m eval.inspect ablate --checkpoint runs/a --how mean --rows 256 --json found.json
+    python -m eval.inspect ablate --checkpoint runs/a --how mean --rows 256 --json result.json
     python -m eval.inspect ablate --checkpoint runs/a --heads 3.1 5.0          # together, against random pairs
     python -m eval.inspect patch --checkpoint runs/a --clean "Paris is in" --corrupted "Tokyo is in" --answer " France"
     python -m eval.inspect attention --checkpoint runs/a --prompt "def main():" --layers 0 3 --out report
@@ -191,12 +191,12 @@ def main(arguments: Sequence[str]) -> int:
         options.out.mkdir(parents=True, exist_ok=True)
     # The views load jax and matplotlib: only a command without mistakes waits for them.
     view = importlib.import_module(f"mhc.eval.inspect.views.{options.view}").view
-    found: dict[str, Any] = view(checkpoint, options)
+    result: dict[str, Any] = view(checkpoint, options)
     if options.json is not None:
         from mhc.files import write_json
 
         about = {"checkpoint": checkpoint.name, "kind": checkpoint.config.residual.kind, "steps": checkpoint.steps}
-        write_json(options.json, {"view": options.view, **about, **found})
+        write_json(options.json, {"view": options.view, **about, **result})
     return 0
 
 

@@ -17,9 +17,9 @@ def draw(every: Sequence[dict[str, Any]], folder: Path) -> list[Path]:
     """Draw needles_K.png of each checkpoint and loss_by_position.png, with their numbers as CSV."""
     names = short_names([one["checkpoint"] for one in every])
     drawn = [
-        _draw_needles(found, name, number, folder)
-        for number, (found, name) in enumerate(zip(every, names, strict=True), start=1)
-        if found.get("retrieval")
+        _draw_needles(result, name, number, folder)
+        for number, (result, name) in enumerate(zip(every, names, strict=True), start=1)
+        if result.get("retrieval")
     ]
     losses = [
         (name, one["trained_length"], one["loss"]) for name, one in zip(names, every, strict=True) if "loss" in one
@@ -27,11 +27,11 @@ def draw(every: Sequence[dict[str, Any]], folder: Path) -> list[Path]:
     return [*drawn, _draw_losses(losses, folder)] if losses else drawn
 
 
-def _draw_needles(found: dict[str, Any], name: str, number: int, folder: Path) -> Path:
-    cells = {(cell["length"], cell["depth"]): cell for cell in found["retrieval"]}
+def _draw_needles(result: dict[str, Any], name: str, number: int, folder: Path) -> Path:
+    cells = {(cell["length"], cell["depth"]): cell for cell in result["retrieval"]}
     lengths, depths = (sorted({place[axis] for place in cells}) for axis in (0, 1))
     sheet = Sheet(f"needles_{number}", columns=3, height=2.8, x="tokens of the row", sharey=False)
-    k, n = found["needle"]["candidates"], found["needle"]["samples"]
+    k, n = result["needle"]["candidates"], result["needle"]["samples"]
     titles = {"gain": f"gain in nats, mean of {n}", "first": f"first of {k} (chance {1 / k:.2g})", "exact": "exact"}
     for panel, (measure, title) in enumerate(titles.items()):
         sheet.title(panel, title)

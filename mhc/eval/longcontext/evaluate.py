@@ -79,7 +79,7 @@ def evaluate(checkpoint: Checkpoint, options: argparse.Namespace) -> Evaluated:
     lengths, limit = (options.lengths, None) if options.lengths else default_lengths(config)
     notes = [limit] if limit else []
     samples: dict[str, np.ndarray] = {}
-    found: dict[str, Any] = {
+    result: dict[str, Any] = {
         "checkpoint": checkpoint.name,
         "kind": config.residual.kind,
         "steps": list(checkpoint.steps),
@@ -91,30 +91,30 @@ def evaluate(checkpoint: Checkpoint, options: argparse.Namespace) -> Evaluated:
     if set(options.parts) & {"needles", "distractors", "joined"}:
         score = ModelScore(checkpoint, options.batch_size, Progress("rows of needles", name=checkpoint.name))
         exam = _exam(corpus, options, score, config.attention.prefix)
-        found["needle"] = {
+        result["needle"] = {
             "of": "ids" if isinstance(exam.language, RandomIds) else "text",
             "candidates": options.candidates,
             "samples": options.samples,
             "seed": options.seed,
         }
-        found |= _needle_parts(exam, config, lengths, options, notes, samples)
+        result |= _needle_parts(exam, config, lengths, options, notes, samples)
     if "loss" in options.parts:
         progress = Progress("tokens of the loss by position", name=checkpoint.name)
         part = _loss_part(checkpoint, corpus, max(lengths), options, progress, samples)
         if part is None:
             notes.append(f"no loss by position: the split has fewer than {max(lengths)} tokens")
         else:
-            found["loss"] = part
+            result["loss"] = part
     if "cost" in options.parts:
-        clock, found["cost"] = Clock(checkpoint), []
+        clock, result["cost"] = Clock(checkpoint), []
         progress = Progress("lengths timed", len(lengths), name=checkpoint.name)
         for number, length in enumerate(lengths):
             progress(number)
             if length < 2:
                 continue
             ids = corpus.haystack.read((0, 0), length)
-            found["cost"].append(clock.measure(ids, min(options.new, length // 2), options.repeats))
-    return Evaluated(found, samples, corpus.identity)
+            result["cost"].append(clock.measure(ids, min(options.new, length // 2), options.repeats))
+    return Evaluated(result, samples, corpus.identity)
 
 
 def difference(evaluated: Evaluated, first: Evaluated) -> list[dict[str, Any]]:
@@ -157,9 +157,9 @@ def _needle_parts(
     notes: list[str],
     samples: dict[str, np.ndarray],
 ) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     if "needles" in options.parts:
-        found["retrieval"], found["position_bias"] = [], []
+        result["retrieval"], result["position_bias"] = [], []
         for length in lengths:
             try:
                 answers = needles.retrieval(exam, length, options.depths)
@@ -170,17 +170,17 @@ def _needle_parts(
                 samples[f"{measure}, {length} tokens"] = getattr(answers, measure).mean(axis=1)
             for place, depth in enumerate(options.depths):
                 column = needles.Answers(*(part[:, place] for part in answers))
-                found["retrieval"].append({"length": length, "depth": depth, **needles.cell(column)})
+                result["retrieval"].append({"length": length, "depth": depth, **needles.cell(column)})
             if len(options.depths) > 1:
                 for measure in ("gain", "exact"):
                     bias = needles.position_bias(getattr(answers, measure), options.depths)
-                    found["position_bias"].append({"length": length, "measure": measure, **bias})
+                    result["position_bias"].append({"length": length, "measure": measure, **bias})
     trained = config.data.sequence_length
     tried = [options.at] if options.at else [length for length in lengths if length >= trained] or [max(lengths)]
     for part in ("distractors", "joined"):
         if part in options.parts:
-            found |= _in_the_first_that_holds_it(part, exam, tried, notes)
-    return found
+            result |= _in_the_first_that_holds_it(part, exam, tried, notes)
+    return result
 
 
 def _in_the_first_that_holds_it(
@@ -203,8 +203,8 @@ def _in_the_first_that_holds_it(
 
 
 def _distractors(exam: needles.Exam, length: int) -> list[dict[str, Any]]:
-    found = needles.distracted(exam, length, COUNTS)
-    return [{"distractors": count, **needles.cell(answers)} for count, answers in found.items()]
+    result = needles.distracted(exam, length, COUNTS)
+    return [{"distractors": count, **needles.cell(answers)} for count, answers in result.items()]
 
 
 def _joined(exam: needles.Exam, length: int) -> list[dict[str, Any]]:

@@ -8,26 +8,26 @@ from typing import Any
 from mhc.eval.common.terminal import aligned
 
 
-def text(found: dict[str, Any]) -> str:
+def text(result: dict[str, Any]) -> str:
     """Return the tables of a checkpoint, as they are printed."""
-    parts = [f"{found['checkpoint']} ({found['kind']}), trained on {found['trained_length']} tokens a row"]
-    parts += [f"{title}\n{aligned([heading, *rows])}" for title, heading, rows in _tables(found) if rows]
-    notes = "\n".join(f"note: {note}" for note in found["notes"])
+    parts = [f"{result['checkpoint']} ({result['kind']}), trained on {result['trained_length']} tokens a row"]
+    parts += [f"{title}\n{aligned([heading, *rows])}" for title, heading, rows in _tables(result) if rows]
+    notes = "\n".join(f"note: {note}" for note in result["notes"])
     return "\n\n".join([*parts, notes] if notes else parts)
 
 
 Table = tuple[str, Sequence[str], Sequence[Sequence[str]]]  # title, headings, rows
 
 
-def _tables(found: dict[str, Any]) -> Iterator[Table]:
-    if "needle" in found:
-        yield from _needle_tables(found)
-    if "loss" in found:
-        yield _loss_table(found["loss"])
+def _tables(result: dict[str, Any]) -> Iterator[Table]:
+    if "needle" in result:
+        yield from _needle_tables(result)
+    if "loss" in result:
+        yield _loss_table(result["loss"])
     yield (
-        f"Minus {found.get('first')}, needles as means over depths; paired, 95 %",
+        f"Minus {result.get('first')}, needles as means over depths; paired, 95 %",
         ["measure", "difference", "samples"],
-        [(gap["measure"], _nats(gap, "+"), str(gap["samples"])) for gap in found.get("minus_first", ())],
+        [(gap["measure"], _nats(gap, "+"), str(gap["samples"])) for gap in result.get("minus_first", ())],
     )
     times = ("first_token_seconds", "step_seconds_median", "step_seconds_p95")
     yield (
@@ -42,35 +42,35 @@ def _tables(found: dict[str, Any]) -> Iterator[Table]:
                 str(row["repeats"]),
                 str(row["steps"]),
             )
-            for row in found.get("cost", ())
+            for row in result.get("cost", ())
         ],
     )
 
 
-def _needle_tables(found: dict[str, Any]) -> Iterator[Table]:
-    k, n = found["needle"]["candidates"], found["needle"]["samples"]
+def _needle_tables(result: dict[str, Any]) -> Iterator[Table]:
+    k, n = result["needle"]["candidates"], result["needle"]["samples"]
     measured = ["exact, %", f"first of {k}, % (chance {100 / k:.0f})", "mean rank", "gain, nats a token"]
     over = f"means over {n} samples, 95 %"
     yield (
         f"Needles by length and depth, {over}",
         ["length", "depth", *measured],
-        [(str(cell["length"]), f"{cell['depth']:g}", *_measured(cell)) for cell in found.get("retrieval", ())],
+        [(str(cell["length"]), f"{cell['depth']:g}", *_measured(cell)) for cell in result.get("retrieval", ())],
     )
     yield (
         "Position bias: the same evidence in the same text, 95 % over paired samples",
         ["length", "measure", "best depth", "worst", "best - worst", "p"],
         [
             (str(bias["length"]), bias["measure"], f"{bias['best']:g}", f"{bias['worst']:g}", *_spread(bias))
-            for bias in found.get("position_bias", ())
+            for bias in result.get("position_bias", ())
         ],
     )
     for part, title, column in (
         ("distractors", "Distractors", "distractors"),
         ("joined", "Two needles to be joined", "number of"),
     ):
-        if part in found:
-            rows = [(str(next(iter(row.values()))), *_measured(row)) for row in found[part]["rows"]]
-            yield f"{title}, {found[part]['length']} tokens, {over}", [column, *measured], rows
+        if part in result:
+            rows = [(str(next(iter(row.values()))), *_measured(row)) for row in result[part]["rows"]]
+            yield f"{title}, {result[part]['length']} tokens, {over}", [column, *measured], rows
 
 
 def _loss_table(loss: dict[str, Any]) -> Table:

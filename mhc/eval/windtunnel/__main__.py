@@ -22,9 +22,9 @@ MOST = 48  # checkpoints of one comparison
 def main(arguments: Sequence[str]) -> int:
     """Run the command line; returns the exit code. Raises UserError for a mistake."""
     parser = cli.Parser(
-        prog="python -m eval.windtunnel",
         description="Compare models' beliefs with the exact posterior of their task.",
         example="{prog} --checkpoint runs/plain runs/mhc --out report",
+        fields=checkpoints.FIELDS,
     )
     checkpoints.add_arguments(parser, several=True)
     parser.add_argument("--sequences", type=int, default=512, metavar="N", help="held-out sequences (512)")

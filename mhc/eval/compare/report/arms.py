@@ -74,11 +74,11 @@ def recomputed(comparison: Comparison) -> str:
         if arm.name not in results:
             continue
         result = results[arm.name]
-        own = arm.preset or arm.kind
-        views = arm.presets or (own,)
+        logged = arm.preset or arm.kind
+        views = arm.presets or (logged,)
         for index, view in enumerate(view for view in views if view in result.peaks):
             peak = result.peaks[view]
-            preset = "" if arm.preset is None else view if view != own else f"{view} (the run's own)"
+            preset = "" if arm.preset is None else view if view != logged else f"{view} (the run's own)"
             rows.append(
                 [
                     cell(_name(arm, look) if index == 0 else ""),
@@ -86,7 +86,7 @@ def recomputed(comparison: Comparison) -> str:
                     cell(number(peak["forward"], 5)),
                     cell(number(peak["backward"], 5)),
                     cell(f"{result.step:,}" if index == 0 else ""),
-                    _differencecell(result) if view == own else cell(""),
+                    _difference(result) if view == logged else cell(""),
                 ]
             )
         if not result.peaks:
@@ -109,7 +109,7 @@ def recomputed(comparison: Comparison) -> str:
     return table(header, rows) + note
 
 
-def _differencecell(result: Recomputed) -> str:
+def _difference(result: Recomputed) -> str:
     if result.difference is None:
         return cell(text(result.reason), "note")
     return cell(f"{result.difference:.1e}")

@@ -14,10 +14,10 @@ from mhc.eval.compare.report.explanation import HOW_TO_READ
 _FEW = 6  # arms of which the details are open at first
 
 
-def render(title: str, comparison: Comparison, found: Sequence[Finding], drawn: Sequence[Drawn]) -> str:
+def render(title: str, comparison: Comparison, statements: Sequence[Finding], drawn: Sequence[Drawn]) -> str:
     """Return the whole HTML document, figures inside."""
-    sentences = "".join(f"<li>{text(finding.text)}</li>" for finding in found if not finding.warning)
-    warnings = "".join(f'<p class="warning">{text(finding.text)}</p>' for finding in found if finding.warning)
+    sentences = "".join(f"<li>{text(finding.text)}</li>" for finding in statements if not finding.warning)
+    warnings = "".join(f'<p class="warning">{text(finding.text)}</p>' for finding in statements if finding.warning)
     main, stability, stream = (
         figures([figure for figure in drawn if figure.section == section])
         for section in ("main", "stability", "stream")

@@ -42,7 +42,7 @@ def view(checkpoint: Checkpoint, options: Any) -> dict[str, Any]:
     marks = [bool(differs(done.change, kinds.count(kind))[i]) for i, kind in enumerate(kinds)]
     drawn = done.change.value[count:]
     alone = done.change.value[np.array([kind == "head" for kind in [*kinds, *["random"] * len(drawn)]])]
-    found: dict[str, Any] = {
+    result: dict[str, Any] = {
         "how": options.how,
         "factor": factor if options.how == "scale" else None,
         "split": options.split,
@@ -65,11 +65,11 @@ def view(checkpoint: Checkpoint, options: Any) -> dict[str, Any]:
             ],
         },
     }
-    print(_text(found, options.top))
+    print(_text(result, options.top))
     if options.out is not None:
-        path = _draw_set(found, options.out) if options.heads else _draw(found, config, options.out)
+        path = _draw_set(result, options.out) if options.heads else _draw(result, config, options.out)
         print(path, file=sys.stderr)
-    return found
+    return result
 
 
 def _change(change: Estimate, index: int) -> Bounds:
@@ -92,16 +92,16 @@ def _case(case: Case, change: Estimate, index: int, mark: bool, drawn: np.ndarra
     }
 
 
-def _text(found: dict[str, Any], top: int) -> str:
-    how = {"zero": "set to zero", "mean": f"set to its mean over {found['reference_rows']} rows of the train split"}
-    done = how.get(found["how"], f"times {found['factor']}")
+def _text(result: dict[str, Any], top: int) -> str:
+    how = {"zero": "set to zero", "mean": f"set to its mean over {result['reference_rows']} rows of the train split"}
+    done = how.get(result["how"], f"times {result['factor']}")
     out = [
-        f"loss {found['loss']:.4f} nats a token: {found['rows']} rows of {found['documents']} documents, "
-        f"{found['tokens']:,} targets; {done}"
+        f"loss {result['loss']:.4f} nats a token: {result['rows']} rows of {result['documents']} documents, "
+        f"{result['tokens']:,} targets; {done}"
     ]
     for kinds in (("heads",), ("head",), tuple(COLOURS)):
         ranked = sorted(
-            (case for case in found["cases"] if case["kind"] in kinds), key=lambda case: -abs(case["change"])
+            (case for case in result["cases"] if case["kind"] in kinds), key=lambda case: -abs(case["change"])
         )
         if not ranked:
             continue
@@ -113,7 +113,7 @@ def _text(found: dict[str, Any], top: int) -> str:
         out.append(aligned(lines))
         if len(ranked) > top:
             out.append(f"and {len(ranked) - top} more with smaller changes (--top, --json)")
-    control = found["control"]
+    control = result["control"]
     out.append("* other than 0 at 5 % for all of a kind together (Bonferroni)")
     if control["draws"]:
         out.append(
@@ -123,17 +123,17 @@ def _text(found: dict[str, Any], top: int) -> str:
         )
     else:
         out.append(f"no random heads to compare with: fewer than {control['heads']} others, or --draws 0")
-    out += few(found)
+    out += few(result)
     return "\n".join(out)
 
 
-def _draw(found: dict[str, Any], config: Config, folder: Path) -> Path:
-    by_head = [case for case in found["cases"] if case["kind"] == "head"]
-    by_layer = [case for case in found["cases"] if case["kind"] in COLOURS]
+def _draw(result: dict[str, Any], config: Config, folder: Path) -> Path:
+    by_head = [case for case in result["cases"] if case["kind"] == "head"]
+    by_layer = [case for case in result["cases"] if case["kind"] in COLOURS]
     styles = {kind: Style(colour) for kind, colour in COLOURS.items()}
     legend = [(style, kind) for kind, style in styles.items()] if by_layer else []
     sheet = Sheet("ablation", columns=(len(by_head) > 0) + (len(by_layer) > 0), legend=legend, x="layer", sharey=False)
-    rows = f"{found['rows']} rows"
+    rows = f"{result['rows']} rows"
     if by_head:
         shape = (config.model.layers, config.attention.heads)
         values, marks = (np.array([case[key] for case in by_head]).reshape(shape) for key in ("change", "differs"))
@@ -146,7 +146,7 @@ def _draw(found: dict[str, Any], config: Config, folder: Path) -> Path:
     if by_layer:
         panel = len(sheet.panels) - 1
         sheet.title(panel, f"change of loss by layer, nats over {rows}, 95 %")
-        control = found["control"]
+        control = result["control"]
         if control["draws"]:
             sheet.panels[panel].axhspan(control["low"], control["high"], color=_CONTROL, zorder=0)
             sheet.level(panel, control["mean"], f"{control['draws']} × {control['heads']} random heads")
@@ -163,16 +163,16 @@ def _draw(found: dict[str, Any], config: Config, folder: Path) -> Path:
     return sheet.save(folder, folder)
 
 
-def _draw_set(found: dict[str, Any], folder: Path) -> Path:
-    (case,) = found["cases"]
+def _draw_set(result: dict[str, Any], folder: Path) -> Path:
+    (case,) = result["cases"]
     sheet = Sheet("ablation", x="", y="change of loss, nats")
     sheet.title(
-        0, f"{case['name']} against {found['control']['draws']} random sets of as many, {found['rows']} rows, 95 %"
+        0, f"{case['name']} against {result['control']['draws']} random sets of as many, {result['rows']} rows, 95 %"
     )
     sheet.level(0, 0.0)
-    for place, (name, changes) in enumerate(((case["name"], [case]), ("random heads", found["control"]["changes"]))):
-        for number, one in enumerate(changes):
-            bounds = [one["change"] if one[key] is None else one[key] for key in _BOUNDS]
+    for place, (name, changes) in enumerate(((case["name"], [case]), ("random heads", result["control"]["changes"]))):
+        for number, ablated in enumerate(changes):
+            bounds = [ablated["change"] if ablated[key] is None else ablated[key] for key in _BOUNDS]
             x = place + (number / max(len(changes) - 1, 1) - 0.5) * 0.6 if place else 0.0
             sheet.interval(0, name, x, tuple(bounds), Style(COLOURS["attention"] if not place else "#8a8a8a"))
     sheet.panels[0].set_xticks([0, 1], [case["name"] if len(case["name"]) < 30 else "the set", "random heads"])

@@ -42,11 +42,11 @@ def token_axis(axis: Any, labels: Sequence[str], *, least: int) -> None:
                 tick.set_rotation(90)
 
 
-def few(found: Mapping[str, Any]) -> list[str]:
+def few(result: Mapping[str, Any]) -> list[str]:
     """Return a line where the intervals are those of few documents."""
-    if found["documents"] >= FEW:
+    if result["documents"] >= FEW:
         return []
-    return [f"note: rows of {found['documents']} document(s): the intervals tell nothing of others (--rows)"]
+    return [f"note: rows of {result['documents']} document(s): the intervals tell nothing of others (--rows)"]
 
 
 def with_bounds(bounds: Bounds, signed: bool = False) -> str:

@@ -36,7 +36,7 @@ def view(checkpoint: Checkpoint, options: Any) -> dict[str, Any]:
         label_of(tokenizer, a) if a == b else f"{label_of(tokenizer, a)}|{label_of(tokenizer, b)}"
         for a, b in zip(clean, corrupted, strict=True)
     ]
-    found = {
+    result = {
         "activation": patched.what,
         "clean": {"text": options.clean, "tokens": clean, "difference": patched.clean},
         "corrupted": {"text": options.corrupted, "tokens": corrupted, "difference": patched.corrupted},
@@ -50,7 +50,7 @@ def view(checkpoint: Checkpoint, options: Any) -> dict[str, Any]:
     print(_text(patched, names, labels, options.top))
     if options.out is not None:
         print(_draw(patched, names, labels, options.out), file=sys.stderr)
-    return found
+    return result
 
 
 def _text(patched: Patched, names: Sequence[str], labels: Sequence[str], top: int) -> str:

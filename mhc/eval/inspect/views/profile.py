@@ -23,13 +23,13 @@ def view(checkpoint: Checkpoint, options: Any) -> dict[str, Any]:
     rows = read_rows(checkpoint, options.split, options.rows, options.batch_size)
     measured = profile(checkpoint, rows, Progress("batches"))
     layers, heads = measured.logit_max.shape
-    found: dict[str, Any] = {
+    result: dict[str, Any] = {
         "split": options.split,
         "rows": int(rows.there.sum()),
         "documents": rows.documents,
         "tokens": measured.tokens,
     }
-    found["sublayers"] = [
+    result["sublayers"] = [
         {
             "sublayer": k,
             "kind": SUBLAYERS[k % 2],
@@ -38,11 +38,11 @@ def view(checkpoint: Checkpoint, options: Any) -> dict[str, Any]:
         }
         for k in range(2 * layers)
     ]
-    found["layers"] = [
+    result["layers"] = [
         {"layer": layer, "entropy": measured.entropy_by_layer.at(layer), "logit_max": float(largest)}
         for layer, largest in enumerate(measured.logit_max.max(axis=1))
     ]
-    found["heads"] = [
+    result["heads"] = [
         {
             "layer": layer,
             "head": head,
@@ -53,12 +53,12 @@ def view(checkpoint: Checkpoint, options: Any) -> dict[str, Any]:
         for layer in range(layers)
         for head in range(heads)
     ]
-    text = f"{found['rows']} rows of {found['documents']} documents, {measured.tokens:,} tokens"
+    text = f"{result['rows']} rows of {result['documents']} documents, {measured.tokens:,} tokens"
     print(f"{text}; means over tokens (95 %)")
-    print("\n".join([_table(measured), *few(found)]))
+    print("\n".join([_table(measured), *few(result)]))
     if options.out is not None:
         print(_draw(measured, checkpoint.name, options.out), file=sys.stderr)
-    return found
+    return result
 
 
 def _table(measured: Profile) -> str:
