@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import atexit
 import contextlib
+import errno
 import logging
 import os
 import re
@@ -158,6 +159,10 @@ def run_main(main: Callable[[Sequence[str]], int], arguments: Sequence[str] | No
     sys.exit(code)
 
 
+# What the file system says of a path that only a user can have given, wherever it is first looked at.
+_PATH_ERRORS = (errno.ENAMETOOLONG, errno.ELOOP)
+
+
 def _code(main: Callable[[Sequence[str]], int], arguments: Sequence[str], result: stdio.ResultStream) -> int:
     """Run a program; return its exit code, or that of the error that it ends with."""
     try:
@@ -172,9 +177,11 @@ def _code(main: Callable[[Sequence[str]], int], arguments: Sequence[str], result
         _leave(128 + (signal.SIGTERM if isinstance(interrupt, _Terminated) else signal.SIGINT))
     except Exception as error:
         line = full_disk.message(error, _targets)
-        if line is None:
-            raise
-        return _failed(line, full_disk.EXIT_CODE)
+        if line is not None:
+            return _failed(line, full_disk.EXIT_CODE)
+        if isinstance(error, OSError) and error.errno in _PATH_ERRORS and error.filename is not None:
+            return _failed(f"{error.filename}: {error.strerror}", 2)
+        raise
 
 
 def _failed(line: str, code: int) -> int:
