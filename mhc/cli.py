@@ -159,10 +159,6 @@ def run_main(main: Callable[[Sequence[str]], int], arguments: Sequence[str] | No
     sys.exit(code)
 
 
-# What the file system says of a path that only a user can have given, wherever it is first looked at.
-_PATH_ERRORS = (errno.ENAMETOOLONG, errno.ELOOP)
-
-
 def _code(main: Callable[[Sequence[str]], int], arguments: Sequence[str], result: stdio.ResultStream) -> int:
     """Run a program; return its exit code, or that of the error that it ends with."""
     try:
@@ -179,7 +175,7 @@ def _code(main: Callable[[Sequence[str]], int], arguments: Sequence[str], result
         line = full_disk.message(error, _targets)
         if line is not None:
             return _failed(line, full_disk.EXIT_CODE)
-        if isinstance(error, OSError) and error.errno in _PATH_ERRORS and error.filename is not None:
+        if isinstance(error, OSError) and error.errno in (errno.ENAMETOOLONG, errno.ELOOP):  # a path given by the user
             return _failed(f"{error.filename}: {error.strerror}", 2)
         raise
 
