@@ -1,4 +1,4 @@
-"""Data: sources, tokenisers, packing, and the pipeline that turns them into batches."""
+"""Turn corpora into batches: sources, tokenisers, packing, and the pipeline."""
 
 from mhc.extras import require_train
 

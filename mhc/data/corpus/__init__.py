@@ -1,1 +1,1 @@
-"""Corpora: documents with random access, and which of them are held out."""
+"""Read documents of a corpus at random, and hold some of them out."""
