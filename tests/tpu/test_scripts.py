@@ -750,7 +750,8 @@ class Worker:
 
     def processes(self) -> tuple[int, int]:
         """Those of the command, once it has said that it is ready, and of its supervisor."""
-        pid = until(lambda: int((self.state / "pid").read_text()) if "\nready\n" in self.log() else None)
+        file = self.state / "pid"  # it is there before its text is
+        pid = int(until(lambda: (file.read_text() or None) if "\nready\n" in self.log() and file.exists() else None))
         return pid, int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
     def log(self) -> str:
