@@ -247,5 +247,5 @@ def test_no_array_is_made_whole_to_be_laid_out_anew(mesh: dict[str, int], capfd:
 def test_a_whole_array_would_be_seen(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     """A lookup in a table whose width is split as the batch is."""
     monkeypatch.setattr(sharding, "whole_rows", lambda table, axis: table)
-    compiled(config_of("plain", {"data": 2, "fsdp": 2, "tensor": 2}))
+    compiled(config_of("plain", {"fsdp": 2, "tensor": 2, "expert": 2}))
     assert REMADE in capfd.readouterr().err
