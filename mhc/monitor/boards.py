@@ -1,4 +1,4 @@
-"""Writers of a run's curves: TensorBoard, and Weights & Biases. metrics.jsonl holds all; these are for looking."""
+"""Write a run's curves for looking at: TensorBoard, and Weights & Biases. metrics.jsonl holds all of them."""
 
 from __future__ import annotations
 
@@ -131,7 +131,9 @@ class WandbWriter:
 
 
 def scalars(record: Record) -> dict[str, float]:
-    """A record as single numbers: an array's largest value under its name, a mapping's entries as ``name/entry``.
+    """Return a record as single numbers.
+
+    An array gives its largest value under its name, a mapping its entries as ``name/entry``.
 
     ``step``, None, strings and empty arrays are left out.
     """

@@ -1,4 +1,4 @@
-"""Detectors of instability: pure functions of a series (numpy in, numpy out).
+"""Detect instability with pure functions of a series (numpy in, numpy out).
 
 A *history* always means the last ``window`` finite values before the current one, the current one excluded. Values that
 were flagged stay in it, non-finite ones never enter it. Everything is computed in float64 from the values of the window
@@ -24,7 +24,7 @@ _CHUNK = 1 << 15  # values gathered at a time: 256 KiB of windows stay in cache
 def rolling_zscore(
     series: ArrayLike, *, window: int = 128, min_history: int = 64, ddof: int = 1, threshold: float = 6.0
 ) -> tuple[Floats, Flags]:
-    """Z-score of every value against its history, and whether it is a spike.
+    """Return the z-score of every value against its history, and whether it is a spike.
 
     Args:
         series: [n], any real dtype; NaN and infinities allowed.
@@ -51,7 +51,7 @@ def rolling_zscore(
 
 
 class RollingZScore:
-    """The online form of :func:`rolling_zscore`: fed a series value by value, it returns exactly its z and flags.
+    """Computes :func:`rolling_zscore` online: fed value by value, it returns exactly the same z and flags.
 
     Args:
         past: values already seen (for example ``state`` of a saved detector, or the column of a metrics file);
@@ -76,7 +76,7 @@ class RollingZScore:
         self._history = [value for value in map(float, past) if math.isfinite(value)][-window:]
 
     def update(self, value: float) -> tuple[float, bool]:
-        """(z, flag) of ``value`` against what came before; then ``value`` enters the history if it is finite."""
+        """Return (z, flag) of ``value`` against what came before; then ``value`` enters the history if it is finite."""
         value = float(value)
         if not math.isfinite(value):
             return math.nan, True
@@ -90,14 +90,14 @@ class RollingZScore:
 
     @property
     def state(self) -> list[float]:
-        """The history, oldest first: hand it to the constructor to go on from here."""
+        """Return the history, oldest first, which the constructor takes to go on from here."""
         return list(self._history)
 
 
 def spike_score(
     series: ArrayLike, *, window: int = 1000, min_history: int = 100, sigmas: float = 7.0
 ) -> tuple[float, Flags]:
-    """Share of the values that lie farther than ``sigmas`` population standard deviations from their history's mean.
+    """Return the share of values farther than ``sigmas`` population standard deviations from their history's mean.
 
     Args:
         series: [n], any real dtype.
@@ -128,7 +128,7 @@ def judged_score(series: ArrayLike, *, min_history: int = 100) -> float | None:
 
 
 def zclip(norms: ArrayLike, *, alpha: float = 0.97, threshold: float = 2.5, warmup: int = 25) -> Floats:
-    """Gradient norms after adaptive clipping (ZClip, arXiv:2504.02507, reciprocal rule).
+    """Return gradient norms after adaptive clipping (ZClip, arXiv:2504.02507, reciprocal rule).
 
     With z = (norm − mean) / (std + 1e-6), a norm of z > threshold becomes c = mean + threshold·std / (z / threshold),
     any other stays (c = norm). Then mean ← α·mean + (1−α)·c and var ← α·var + (1−α)·(c − mean)² with the new mean.
@@ -169,7 +169,7 @@ def zclip(norms: ArrayLike, *, alpha: float = 0.97, threshold: float = 2.5, warm
 
 
 def median_excess(series: ArrayLike, *, window: int = 201, excess: float = 0.1) -> Flags:
-    """Values that lie more than ``excess`` above the median of their history; non-finite ones are flagged too.
+    """Flag values that lie more than ``excess`` above the median of their history, and non-finite ones.
 
     Args:
         series: [n], any real dtype (a loss, in nats).
@@ -192,7 +192,7 @@ def median_excess(series: ArrayLike, *, window: int = 201, excess: float = 0.1) 
 
 
 def lr_sensitivity(final_losses: ArrayLike, init_loss: float) -> float:
-    """Learning-rate sensitivity (arXiv:2309.14322): mean over the grid of min(ℓ, ℓ_init), minus min ℓ.
+    """Return the learning-rate sensitivity (arXiv:2309.14322): mean over the grid of min(ℓ, ℓ_init), minus min ℓ.
 
     Args:
         final_losses: [rates], the final loss at each learning rate of the grid; a run that diverged to a non-finite
@@ -230,20 +230,20 @@ def _check_window(window: int, min_history: int, ddof: int) -> None:
 
 
 def _above(values: Floats, bound: Floats | float) -> Flags:
-    """values > bound, where NaN (no history) is False."""
+    """Return values > bound, where NaN (no history) is False."""
     with np.errstate(invalid="ignore"):
         return np.asarray(values > bound)
 
 
 def _mean_std(rows: Floats, ddof: int) -> tuple[Floats, Floats]:
-    """Mean and floored standard deviation of each history; rows [m, h] contiguous → ([m], [m])."""
+    """Return the mean and the floored standard deviation of each history; contiguous rows [m, h] → ([m], [m])."""
     return rows.mean(axis=-1), np.maximum(rows.std(axis=-1, ddof=ddof), STD_FLOOR)
 
 
 def _rolling(
     values: Floats, window: int, min_history: int, statistics: Callable[[Floats], Sequence[Floats]]
 ) -> list[Floats]:
-    """Statistics of the history of each of the (finite) values [n]; NaN where it has fewer than min_history values.
+    """Return statistics of the history of each finite value [n]; NaN where it has fewer than min_history values.
 
     ``statistics`` maps contiguous histories [m, h] to arrays [m]. Rows are copied before they are reduced, so a row's
     result does not depend on how many rows are reduced together.

@@ -1,4 +1,4 @@
-"""What is done about spikes and non-finite values: the part inside the compiled step, and the causes of events.
+"""Guard a run against spikes and non-finite values: the part inside the compiled step, and the causes of events.
 
 Inside the step, every action obeys one rule: a non-finite loss or gradient never reaches the parameters. ``clip``
 scales the gradient by the zclip rule, ``skip`` leaves the update out; both read windows that are held in the train
@@ -19,7 +19,7 @@ from mhc.config import Config, GuardConfig
 
 
 class Window(NamedTuple):
-    """The last finite values of a series: a ring of float32 [W], NaN where none was written, and the next place."""
+    """Holds a ring of the last finite values, float32 [W] with NaN where nothing is written, and the next place."""
 
     values: jax.Array
     place: jax.Array
@@ -29,7 +29,10 @@ class Window(NamedTuple):
         return cls(jnp.full((size,), jnp.nan, jnp.float32), jnp.zeros((), jnp.int32))
 
     def zscore(self, value: jax.Array, min_history: int) -> jax.Array:
-        """z of ``value`` against the window (ddof 1, std floored at 1e-6); NaN without history, or if not finite."""
+        """Return z of ``value`` against the window (ddof 1, std floored at 1e-6), or NaN where there is none.
+
+        There is none without history, or for a value that is not finite.
+        """
         present = jnp.isfinite(self.values)
         count = jnp.sum(present)
         mean = jnp.sum(jnp.where(present, self.values, 0.0)) / jnp.maximum(count, 1)
@@ -38,14 +41,14 @@ class Window(NamedTuple):
         return jnp.where((count >= min_history) & jnp.isfinite(value), z, jnp.nan)
 
     def push(self, value: jax.Array) -> Window:
-        """The window after ``value``; a non-finite one leaves it as it was."""
+        """Return the window after ``value``; a non-finite one leaves it as it was."""
         fine = jnp.isfinite(value)
         values = jnp.where(fine, self.values.at[self.place].set(value), self.values)
         return Window(values, jnp.where(fine, (self.place + 1) % self.values.shape[0], self.place))
 
 
 class ZClip(NamedTuple):
-    """Running mean and variance of the gradient norm (float32) and how many norms they were made from (int32)."""
+    """Holds the running mean and variance of the gradient norm (float32), and how many norms they are of (int32)."""
 
     seen: jax.Array
     mean: jax.Array
@@ -56,7 +59,7 @@ class ZClip(NamedTuple):
         return cls(jnp.zeros((), jnp.int32), jnp.zeros((), jnp.float32), jnp.zeros((), jnp.float32))
 
     def update(self, norm: jax.Array, guard: GuardConfig) -> tuple[jax.Array, ZClip]:
-        """(clipped norm, what follows), the rule of ``detectors.zclip``: one value of it."""
+        """Return (clipped norm, the next ZClip) for one norm, by the rule of ``detectors.zclip``."""
         threshold, alpha = guard.zclip_threshold, guard.zclip_alpha
         warming, number = self.seen < guard.zclip_warmup, self.seen.astype(jnp.float32)
         std = jnp.sqrt(self.variance)
@@ -75,7 +78,7 @@ class ZClip(NamedTuple):
 
 
 class GuardState(NamedTuple):
-    """What the guard remembers between steps; None where the configured actions need it not."""
+    """Holds what the guard remembers between steps; None where the configured actions do not need it."""
 
     frozen: jax.Array | None  # bool: a non-finite step was met that the run is to act on
     losses: Window | None
@@ -84,7 +87,7 @@ class GuardState(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """The guard's word on one step."""
+    """Holds what the guard decided about one step."""
 
     apply: jax.Array  # bool: the update reaches the parameters
     finite: jax.Array  # bool: loss and gradient are
@@ -95,7 +98,7 @@ class Verdict(NamedTuple):
 
 
 def initial(config: Config) -> GuardState:
-    """The state before the first step."""
+    """Return the state before the first step."""
     guard, window = config.guard, config.monitor.zscore_window
     skip = guard.on_spike == "skip"
     return GuardState(
@@ -107,7 +110,7 @@ def initial(config: Config) -> GuardState:
 
 
 def judge(config: Config, state: GuardState, loss: jax.Array, norm: jax.Array) -> tuple[Verdict, GuardState]:
-    """(verdict on a step of this loss and gradient norm, the guard's state after it). Scalars, float32."""
+    """Return (verdict on a step of this loss and gradient norm, the guard's state after it). Scalars, float32."""
     monitor = config.monitor
     finite = jnp.isfinite(loss) & jnp.isfinite(norm)
     apply, scale, spike, z_loss, z_norm = finite, None, None, None, None
@@ -152,7 +155,7 @@ CAUSES = (
 
 
 class ProbeWatch:
-    """Alarms of the probes' measures: which are past their threshold, and since which step.
+    """Watches the probes' measures: which are past their threshold, and since which step.
 
     ``update`` takes a probe record and returns the monitors that crossed with it; ``active`` holds those past their
     threshold at the last probe. Fed the records of an interrupted run, it stands where that run stood.
@@ -164,7 +167,7 @@ class ProbeWatch:
         self.active: dict[str, int] = {}
 
     def update(self, record: Mapping[str, Any]) -> dict[str, dict[str, float]]:
-        """{monitor: {value, threshold}} of those that crossed at this probe and had not before."""
+        """Return {monitor: {value, threshold}} of those that are past their threshold now and were not before."""
         past: dict[str, dict[str, float]] = {}
         for name, (key, field) in MONITORS.items():
             values = _measured(record.get(key))
@@ -197,7 +200,7 @@ def _measured(value: Any) -> np.ndarray:
 
 
 def cause(*, finite: bool, loss_flag: bool, grad_flag: bool, grad_flag_before: bool, active: Mapping[str, int]) -> str:
-    """Why a step was flagged, by the first rule that holds.
+    """Return why a step was flagged, by the first rule that holds.
 
     1. ``nonfinite``: loss or gradient is not finite.
     2. ``signal_explosion``: the forward composite gain or the residual's RMS is past its threshold.

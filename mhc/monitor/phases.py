@@ -1,4 +1,4 @@
-"""What a run is doing and where its time goes: its phases, what was compiled in them, and a watchdog over both."""
+"""Track what a run is doing and where its time goes: phases, what is compiled in them, and a watchdog over both."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _COMPILING = "/jax/core/compile/"
 
 
 class Doing(NamedTuple):
-    """What a run is doing."""
+    """Describes what a run is doing."""
 
     phase: str
     since: float  # last sign of progress, by time.monotonic
@@ -43,18 +43,18 @@ class Doing(NamedTuple):
 
     @property
     def words(self) -> str:
-        """For people."""
+        """Return a description for people."""
         return f"compiling ({self.phase})" if self.compiling and self.phase != "start" else WORDS[self.phase]
 
 
 class Span:
-    """How long a phase took: ``seconds``, once it is over."""
+    """Holds how long a phase took: ``seconds``, once it is over."""
 
     seconds = 0.0
 
 
 class Phases:
-    """The phases of one thread, one after the other, and their seconds.
+    """Times the phases of one thread, which follow one another.
 
     ``with phases("data") as span:`` enters one; ``beat()`` says within it that the run gets on. Time within a phase
     that lies in another counts to both. What jax compiles in the thread is seen while ``listening``. A trace of
@@ -89,16 +89,19 @@ class Phases:
             self._since, self._lowering = now, False
 
     def beat(self) -> None:
-        """The phase in hand gets on."""
+        """Note that the present phase makes progress."""
         self._since = time.monotonic()
 
     def doing(self) -> Doing:
-        """Now; any thread may ask."""
+        """Return what the run is doing now; any thread may ask."""
         return Doing(self._phase, self._since, self._lowering or not self._known)
 
     def take(self) -> dict[str, Any]:
-        """Since the last call: ``data_wait``, ``checkpoint_seconds``, ``validation_seconds``, ``probe_seconds``, all in
-        seconds; ``compile_seconds`` of steps; and ``recompilations``: programs compiled in phases that had theirs.
+        """Return the seconds and compilations since the last call.
+
+        The keys are ``data_wait``, ``checkpoint_seconds``, ``validation_seconds`` and ``probe_seconds``, all in
+        seconds, ``compile_seconds`` of steps, and ``recompilations``, the programs compiled in phases that had
+        theirs already.
         """
         taken: dict[str, Any] = {"compile_seconds": _union(self._compiled)}
         names = {phase: f"{phase}_seconds" for phase in ("checkpoint", "validation", "probe")} | {"data": "data_wait"}
@@ -132,7 +135,7 @@ class Phases:
 
 
 def _union(spans: Sequence[tuple[float, float]]) -> float:
-    """Seconds that some span covers: a function traced within another is in the other's span too."""
+    """Return the seconds that some span covers: a function traced within another is in the other's span too."""
     total, reached = 0.0, -float("inf")
     for start, end in sorted(spans):
         total += max(0.0, end - max(start, reached))
@@ -141,7 +144,7 @@ def _union(spans: Sequence[tuple[float, float]]) -> float:
 
 
 def device_memory(devices: Sequence[jax.Device]) -> dict[str, int | None]:
-    """``memory_bytes`` in use and ``memory_peak_bytes`` so far, of the fullest device; None: not told (CPU)."""
+    """Return ``memory_bytes`` in use and ``memory_peak_bytes`` so far of the fullest device; None: not known (CPU)."""
     stats = [device.memory_stats() for device in devices]
     names = {"memory_bytes": "bytes_in_use", "memory_peak_bytes": "peak_bytes_in_use"}
     known = all(one is not None and set(names.values()) <= set(one) for one in stats)
@@ -149,14 +152,14 @@ def device_memory(devices: Sequence[jax.Device]) -> dict[str, int | None]:
 
 
 class Stall(NamedTuple):
-    """A run without progress."""
+    """Describes a run without progress."""
 
     doing: Doing
     seconds: float  # for so long
 
 
 class Watchdog:
-    """A thread that reports a run without progress: once for each time, and again when it goes on.
+    """Runs a thread that reports a run without progress: once each time, and again when the run goes on.
 
     A thread that holds the interpreter's lock and never lets go of it stops this one too.
 

@@ -22,7 +22,7 @@ BATCH_FIELDS = ("tokens", "segment_ids", "positions")
 
 
 def probe_batch(config: Config) -> dict[str, np.ndarray]:
-    """The fixed batch of a run's probes: the first ``monitor.probe_sequences`` rows of its validation set."""
+    """Return the fixed batch of a run's probes: the first ``monitor.probe_sequences`` rows of its validation set."""
     rows = config.monitor.probe_sequences
     tokenizer = tokenizers.load(config.data.tokenizer)
     batches = pipeline.validation_batches(config.data, tokenizer, batch_size=rows, batches=1)
@@ -31,33 +31,33 @@ def probe_batch(config: Config) -> dict[str, np.ndarray]:
 
 
 class _Tokens:
-    """The tokens of a probe batch that count: those that are not padding."""
+    """Holds which tokens of a probe batch count: those that are not padding."""
 
     def __init__(self, segment_ids: jax.Array):
         self.valid = segment_ids > 0  # [B, T]
         self.count = jnp.maximum(jnp.sum(self.valid), 1)
 
     def mean(self, values: jax.Array) -> jax.Array:
-        """Mean over tokens: [..., B, T] -> [...]."""
+        """Return the mean over tokens: [..., B, T] -> [...]."""
         return jnp.sum(jnp.where(self.valid, values, 0.0), axis=(-2, -1)) / self.count
 
     def max(self, values: jax.Array) -> jax.Array:
-        """Largest of non-negative values over tokens: [..., B, T] -> [...]."""
+        """Return the largest of non-negative values over tokens: [..., B, T] -> [...]."""
         return jnp.max(jnp.where(self.valid, values, 0.0), axis=(-2, -1))
 
     def zero_padding(self, x: jax.Array) -> jax.Array:
-        """x [B, T, ...] in float32 with padding at 0."""
+        """Return x [B, T, ...] in float32 with padding at 0."""
         shape = (*self.valid.shape, *(1,) * (x.ndim - 2))
         return jnp.where(self.valid.reshape(shape), x.astype(jnp.float32), 0.0)
 
 
 def _observer(tokens: _Tokens) -> Callable[[SublayerView], dict[str, jax.Array]]:
     def observe(view: SublayerView) -> dict[str, jax.Array]:
-        maps, own = view.connection.maps(view.context), view.connection.measures(view.context)
+        maps, measures = view.connection.maps(view.context), view.connection.measures(view.context)
         streams = tokens.zero_padding(view.topology.streams(view.state))  # [B, T, N, D]
         n, d = streams.shape[-2:]
         gram = jnp.einsum("btnd,btmd->nm", streams, streams)
-        out = {f"{OWN}{name}": tokens.mean(values.astype(jnp.float32)) for name, values in own.items()}
+        out = {f"{OWN}{name}": tokens.mean(values.astype(jnp.float32)) for name, values in measures.items()}
         if maps is not None:
             out |= {
                 "res": maps.res,
@@ -85,19 +85,19 @@ def _observer(tokens: _Tokens) -> Callable[[SublayerView], dict[str, jax.Array]]
 
 
 def participation_ratio(matrix: jax.Array) -> jax.Array:
-    """(tr A)^2 / tr A^2 of a symmetric matrix [n, n]: 1 for rank one, n for a multiple of the identity."""
+    """Return (tr A)^2 / tr A^2 of a symmetric matrix [n, n]: 1 for rank one, n for a multiple of the identity."""
     return jnp.square(jnp.trace(matrix)) / jnp.maximum(jnp.sum(jnp.square(matrix)), 1e-30)
 
 
 def _rank(hidden: jax.Array, tokens: _Tokens) -> jax.Array:
-    """Participation ratio of the covariance over tokens of hidden [B, T, D] (padding at 0)."""
+    """Return the participation ratio of the covariance over tokens of hidden [B, T, D] (padding at 0)."""
     mean = jnp.sum(hidden, axis=(0, 1)) / tokens.count
     centred = tokens.zero_padding(hidden - mean[None, None])
     return participation_ratio(jnp.einsum("btd,bte->de", centred, centred))
 
 
 def _mean_cosine(hidden: jax.Array, tokens: _Tokens) -> jax.Array:
-    """Mean cosine between the hidden states of two different tokens."""
+    """Return the mean cosine between the hidden states of two different tokens."""
     unit = hidden / jnp.maximum(jnp.linalg.norm(hidden, axis=-1, keepdims=True), 1e-30)
     # The sum over all pairs is |sum of the unit vectors|^2; what a token has with itself is 1.
     total = jnp.sum(jnp.square(jnp.sum(unit, axis=(0, 1))))
@@ -105,7 +105,7 @@ def _mean_cosine(hidden: jax.Array, tokens: _Tokens) -> jax.Array:
 
 
 def measure(definition: DecoderDefinition, params: Params, batch: dict[str, Any]) -> dict[str, jax.Array]:
-    """What the residual stream does on a batch: float32 arrays over sublayers [S], unless another shape is given.
+    """Measure the residual stream on a batch: float32 arrays over sublayers [S], unless another shape is given.
 
     - gain/{forward,backward}_{single,composite}_{mean,max}: ``functional.single_gains`` and ``composite_gains``, over
     tokens;
@@ -158,7 +158,7 @@ def map_measures(res: jax.Array, tokens: _Tokens) -> dict[str, jax.Array]:
 
 
 def compile_probe(definition: DecoderDefinition, mesh: Mesh | None = None) -> Any:
-    """``probe(params, batch) -> {name: array}``, compiled; ``mesh``: that of the parameters, where they lie on one."""
+    """Compile ``probe(params, batch) -> {name: array}``; ``mesh`` is that of the parameters, where they lie on one."""
 
     def probe(params: Params, batch: dict[str, Any]) -> dict[str, jax.Array]:
         with tracing_for(mesh):

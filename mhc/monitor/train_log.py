@@ -1,4 +1,4 @@
-"""train.log: what a run prints, line by line, with the time of each."""
+"""Keep train.log: what a run prints, line by line, with the time of each."""
 
 from __future__ import annotations
 
@@ -46,7 +46,10 @@ class TrainLog:
             self._write(text.rstrip("\n"))
 
     def write(self, text: str) -> int:
-        """As of a stream: a line is written when it ends; of one that a terminal shows anew, what it showed last."""
+        """Write text as the stream does, and to the log: a line when it ends.
+
+        Of a line that a terminal shows anew, the log gets what it showed last.
+        """
         with self._lock:
             *whole, self._part = (self._part + text).split("\n")
             for line in whole:
@@ -54,10 +57,10 @@ class TrainLog:
         return len(text)
 
     def flush(self) -> None:
-        """Nothing waits."""
+        """Do nothing, since no text waits."""
 
     def fileno(self) -> int:
-        """The file's descriptor."""
+        """Return the file's descriptor."""
         return self._file.fileno()
 
     def close(self) -> None:
@@ -78,7 +81,7 @@ class TrainLog:
 
     @contextlib.contextmanager
     def keeping_stderr(self) -> Iterator[None]:
-        """What is written to ``sys.stderr`` meanwhile is written here too, and so is what ends it, when that raises."""
+        """Copy what is written to ``sys.stderr`` meanwhile, and what ends the block by raising, to the log."""
         before = sys.stderr
         sys.stderr = _Both(stdio.lossy(before), self)
         try:
@@ -99,7 +102,7 @@ class TrainLog:
 
 
 class _Both:
-    """A text stream whose text goes to a log as well; everything else of it is the stream's own."""
+    """Writes a text stream's text to a log as well; everything else is the stream's own."""
 
     def __init__(self, stream: TextIO, log: TrainLog):
         self._stream, self._log = stream, log

@@ -1,4 +1,4 @@
-"""Checkpoints: train state, data position and config together, through orbax; only committed steps are ever seen."""
+"""Save and restore train state, data position and config together, through orbax; readers see committed steps only."""
 
 from __future__ import annotations
 

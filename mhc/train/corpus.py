@@ -1,4 +1,4 @@
-"""corpus.json: the files that a run reads, with their sizes: a resume over others names those that changed."""
+"""Keep the names and sizes of the files that a run reads (corpus.json): a resume names those that changed."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ def stored(place: Folder) -> Files:
     """Return what a run's folder says that it reads; nothing where it does not: runs of older versions."""
     content = remote.read(place / FILE)
     try:
-        found = json.loads(content) if content else {}
+        listing = json.loads(content) if content else {}
     except ValueError:
         return {}
-    fine = isinstance(found, dict) and all(isinstance(files, dict) for files in found.values())
-    return found if fine else {}
+    fine = isinstance(listing, dict) and all(isinstance(files, dict) for files in listing.values())
+    return listing if fine else {}
 
 
 def changes(before: Files, after: Files) -> str:
     """Return what became of the files of a corpus, in words, the first few of them; ``""`` where nothing is known."""
-    found = [line for source in before if source in after for line in _changes(before[source], after[source])]
-    more = len(found) - _MOST
-    return ", ".join(found[:_MOST]) + (f" and {more} more" if more > 0 else "")
+    lines = [line for source in before if source in after for line in _changes(before[source], after[source])]
+    more = len(lines) - _MOST
+    return ", ".join(lines[:_MOST]) + (f" and {more} more" if more > 0 else "")
 
 
 def _changes(before: Mapping[str, int], after: Mapping[str, int]) -> Iterator[str]:

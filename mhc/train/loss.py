@@ -1,4 +1,4 @@
-"""Cross-entropy that never holds the logits of a whole batch, forward or backward."""
+"""Compute cross-entropy without ever holding the logits of a whole batch, forward or backward."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class LossSums(NamedTuple):
 
 
 class _Options(NamedTuple):
-    """What the loss of a chunk depends on beside arrays."""
+    """Holds what the loss of a chunk depends on beside arrays."""
 
     tied: bool  # the weight is [V, D], not [D, V]
     softcap: float | None
@@ -51,7 +51,7 @@ class _Options(NamedTuple):
 def _sums(
     options: _Options, h: jax.Array, weight: jax.Array, targets: jax.Array, weights: jax.Array, member: jax.Array
 ) -> LossSums:
-    """The reference, over whatever tokens it is given; ``member`` [B, K]: 1 where a row is of a source."""
+    """Return the loss of all given tokens at once, the reference; ``member`` [B, K] is 1 where a row is of a source."""
     weight = weight.astype(h.dtype)
     axis = 0 if options.tied else 1
     vocabulary = weight.shape[axis]
@@ -80,12 +80,12 @@ def _sums(
 
 
 def _chunks(chunk: int, *arrays: jax.Array) -> tuple[jax.Array, ...]:
-    """[B, T, ...] as [T / chunk, B, chunk, ...]."""
+    """Return [B, T, ...] as [T / chunk, B, chunk, ...]."""
     return tuple(jnp.moveaxis(a.reshape(a.shape[0], a.shape[1] // chunk, chunk, *a.shape[2:]), 1, 0) for a in arrays)
 
 
 def _whole(options: _Options, h: jax.Array, weight: jax.Array) -> jax.Array:
-    """The weight as the chunks multiply with it: in the dtype of ``h``, which is what devices exchange, and whole."""
+    """Return the whole weight, in the dtype of ``h``: devices exchange it so, and the chunks multiply with it."""
     weight = weight.astype(h.dtype)
     return jax.lax.all_gather(weight, "fsdp", axis=int(options.tied), tiled=True) if options.split else weight
 
@@ -105,7 +105,7 @@ def _chunked(
     weights: jax.Array,
     member: jax.Array,
 ) -> LossSums:
-    """``_sums`` chunk by chunk. Only ``objective`` has a gradient."""
+    """Compute ``_sums`` chunk by chunk. Only ``objective`` has a gradient."""
     weight = _whole(options, h, weight)
 
     def one(sums: LossSums, part: tuple[jax.Array, ...]) -> tuple[LossSums, None]:
@@ -126,22 +126,22 @@ def _chunked_forward(
 ) -> tuple[LossSums, tuple[jax.Array, jax.Array]]:
     # The objective is a scalar, so its gradient is known up to a factor: each chunk's is taken while its logits are
     # there, and none are computed twice.
-    def one(
+    def scan_chunk(
         carry: tuple[LossSums, jax.Array], part: tuple[jax.Array, ...]
     ) -> tuple[tuple[LossSums, jax.Array], jax.Array]:
         sums, to_weight = carry
         h, targets, weights = part
 
         def objective(h: jax.Array, weight: jax.Array) -> tuple[jax.Array, LossSums]:
-            found = _sums(options, h, weight, targets, weights, member)
-            return found.objective, found
+            chunk_sums = _sums(options, h, weight, targets, weights, member)
+            return chunk_sums.objective, chunk_sums
 
-        (_, found), (to_h, more) = jax.value_and_grad(objective, argnums=(0, 1), has_aux=True)(h, whole)
-        return (sums.join(found), to_weight + more.astype(to_weight.dtype)), to_h
+        (_, chunk_sums), (to_h, more) = jax.value_and_grad(objective, argnums=(0, 1), has_aux=True)(h, whole)
+        return (sums.join(chunk_sums), to_weight + more.astype(to_weight.dtype)), to_h
 
     whole = _whole(options, h, weight)
     start = (_start(member.shape[1]), jnp.zeros(whole.shape, weight.dtype))
-    (sums, to_weight), to_h = jax.lax.scan(one, start, _chunks(chunk, h, targets, weights))
+    (sums, to_weight), to_h = jax.lax.scan(scan_chunk, start, _chunks(chunk, h, targets, weights))
     if options.split:
         to_weight = jax.lax.psum_scatter(to_weight, "fsdp", scatter_dimension=int(options.tied), tiled=True)
     return sums, (jnp.moveaxis(to_h, 0, 1).reshape(h.shape), to_weight)
@@ -160,8 +160,10 @@ _chunked.defvjp(_chunked_forward, _chunked_backward)
 
 
 def chunk_length(config: Config, rows: int, length: int) -> int:
-    """Tokens of each of ``rows`` rows whose logits are held at once: head.chunk, or the largest divisor of the length
-    that keeps to HELD_LOGITS."""
+    """Return for how many tokens of each of ``rows`` rows logits are held at once.
+
+    This is head.chunk, or the largest divisor of the length that keeps to HELD_LOGITS.
+    """
     most = config.head.chunk or max(HELD_LOGITS // (rows * config.outputs), 1)
     return max(d for d in range(1, length + 1) if length % d == 0 and d <= max(most, 1))
 
@@ -173,7 +175,7 @@ def cross_entropy(
     weights: Float[Array, "B T"],
     member: Float[Array, "B K"] | None = None,
 ) -> LossSums:
-    """Sums of the cross-entropy of hidden states before the head, with softcap and z-loss as configured.
+    """Return the sums of the cross-entropy of hidden states before the head, with softcap and z-loss as configured.
 
     Targets are ids, or distributions [B, T, C] over the C outputs: the cross-entropy is log Z − Σ_c p_c logit_c.
     ``member``: 1 where a row is of a source, for the sums by source; None: there are none.

@@ -1,4 +1,4 @@
-"""An opened run: its programs and files, its state, and what is done with them at a step."""
+"""Hold an opened run: its programs, its files, its state, and what is done with them at a step."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ class Opened:
 
     @property
     def seconds(self) -> float:
-        """Seconds of training so far, in all processes that took the run on."""
+        """Return the seconds of training so far, over all processes that worked on the run."""
         return self.standing.seconds + time.perf_counter() - self.began
 
     # ---------------------------------------------------------------------------------------------------------- a step

@@ -1,4 +1,4 @@
-"""Learning-rate schedules, and the optimisers over the parameters (optax)."""
+"""Build learning-rate schedules, and the optimisers over the parameters (optax)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mhc.sharding import path_of
 
 
 def map_paths(function: Any, tree: Any) -> Any:
-    """``function(path, leaf)`` over a tree, path as a/b/c."""
+    """Apply ``function(path, leaf)`` to each leaf of a tree, with the path as a/b/c."""
     return jax.tree_util.tree_map_with_path(lambda path, leaf: function(path_of(path), leaf), tree)
 
 
@@ -31,7 +31,7 @@ def decay_mask(config: Config, params: Params) -> Any:
 
 
 def learning_rate(config: Config, completed: jax.Array | int) -> jax.Array:
-    """Rate of the update after ``completed`` ones, float32.
+    """Return the learning rate, float32, of the update that follows ``completed`` ones.
 
     With s = completed + 1 the number of this update and W warm-up steps: peak * s / W up to s = W, where the peak is
     reached (never a step at rate 0), then the schedule's fall, which ends at s = decay_steps; past it the last rate
@@ -63,7 +63,7 @@ def learning_rate(config: Config, completed: jax.Array | int) -> jax.Array:
 
 
 def make_optimizer(config: Config, params: Params) -> optax.GradientTransformation:
-    """The configured optimiser at rate 1: the train step scales its updates by ``learning_rate``.
+    """Return the configured optimiser at rate 1: the train step scales its updates by ``learning_rate``.
 
     ``adamw`` decoupled decay; ``sgd`` with momentum and decay; ``muon`` orthogonalises the matrices of attention,
     feed-forward and the maps' phi, each layer's on its own, and leaves the rest to Adam (with Nesterov momentum, as

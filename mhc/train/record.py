@@ -1,4 +1,4 @@
-"""The written record of a run: metrics.jsonl, probes.jsonl, events.jsonl, TensorBoard, and the alarms read off them."""
+"""Write the record of a run: metrics.jsonl, probes.jsonl, events.jsonl and TensorBoard; raise alarms from it."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ CLOCK = (
 
 
 class Alarm(NamedTuple):
-    """A step that was flagged, and what the configured action is."""
+    """Describes a flagged step and the action that is configured for it."""
 
     step: int
     finite: bool
@@ -55,8 +55,10 @@ class Alarm(NamedTuple):
 
 
 class Record:
-    """The record of a run from ``last_step`` on: later lines are cut, and the detectors stand where they stood
-    there. With ``writes=False`` it reads and judges alone: another process writes the same."""
+    """Writes the record of a run from ``last_step`` on; later lines are cut, and the detectors go on from that step.
+
+    With ``writes=False`` it reads and judges only, because another process writes the same.
+    """
 
     def __init__(
         self,
@@ -255,7 +257,7 @@ class Record:
     # ------------------------------------------------------------------------------------------------------ the summary
 
     def summary(self) -> dict[str, Any]:
-        """What the record says of the run as a whole."""
+        """Return what the record says of the run as a whole."""
         metrics, probes, events = (read_jsonl(self.workdir / f"{name}.jsonl") for name in FILES)
         losses, norms = ([r[name] for r in metrics] for name in ("loss", "grad_norm"))
         validated = [r["val_loss"] for r in metrics if "val_loss" in r]
@@ -299,12 +301,12 @@ class Record:
 
 
 def _alone(record: Mapping[str, Any]) -> float:
-    """Seconds of a step without those of compiling. Lines of older runs do not tell."""
+    """Return the seconds of a step without those of compiling, which lines of older runs do not tell apart."""
     return max(float(record["seconds"] - record.get("compile_seconds", 0.0)), 0.0)
 
 
 def wall_seconds(metrics: Path) -> float:
-    """For how long the processes of a run had run at the last line of its metrics.jsonl, lines to be cut included."""
+    """Return how many seconds a run had taken at the last line of its metrics.jsonl, lines to be cut included."""
     records = read_jsonl(metrics) if metrics.is_file() else []
     if not records:
         return 0.0
@@ -312,7 +314,7 @@ def wall_seconds(metrics: Path) -> float:
 
 
 def router_summary(router: Mapping[str, Any]) -> dict[str, float]:
-    """Of the layers with experts: the largest and smallest load over the mean, and the mean balance and z losses."""
+    """Summarise the layers with experts: largest and smallest load over the mean, mean balance and z losses."""
     load = np.asarray(router["load"], np.float64)
     ratio = load / np.maximum(load.mean(axis=-1, keepdims=True), 1e-30)
     return {
@@ -324,7 +326,7 @@ def router_summary(router: Mapping[str, Any]) -> dict[str, float]:
 
 
 def batch_hash(batch: Mapping[str, np.ndarray]) -> str:
-    """The first 16 hex digits of the SHA-256 of a batch's tokens and targets: which batch this was."""
+    """Return the first 16 hex digits of the SHA-256 of a batch's tokens and targets, which identify the batch."""
     digest = hashlib.sha256()
     for name in ("tokens", "targets"):
         digest.update(np.ascontiguousarray(batch[name]).tobytes())

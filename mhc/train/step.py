@@ -1,4 +1,4 @@
-"""The compiled train and validation steps: pure functions of state and batch."""
+"""Compile the train and validation steps: pure functions of state and batch."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Batch = dict[str, jax.Array]
 
 
 class TrainState(NamedTuple):
-    """All that a step changes. Counters are int32 scalars."""
+    """Holds all that a step changes. Counters are int32 scalars."""
 
     step: jax.Array  # completed updates, skipped ones included
     params: Params
@@ -56,7 +56,7 @@ class LossParts(NamedTuple):
 
 
 def counted(config: Config, batch: Batch) -> Batch:
-    """The batch with no weight on targets within ``attention.prefix``, which the tokens before them see."""
+    """Return the batch without weight on targets within ``attention.prefix``, which the tokens before them see."""
     prefix = config.attention.prefix
     if not prefix:
         return batch
@@ -85,7 +85,7 @@ def loss_parts(definition: DecoderDefinition, params: Params, batch: Batch) -> L
 
 
 def micro_batches(batch: Batch, accumulation: int) -> Batch:
-    """Leaves [A, B / A, …] of [B, …]: row r in micro-batch r mod A, so that each device keeps its rows."""
+    """Return leaves [B, …] as [A, B / A, …]: row r goes to micro-batch r mod A, so that each device keeps its rows."""
     return jax.tree.map(
         lambda a: jnp.moveaxis(a.reshape(a.shape[0] // accumulation, accumulation, *a.shape[1:]), 1, 0), batch
     )
@@ -94,7 +94,7 @@ def micro_batches(batch: Batch, accumulation: int) -> Batch:
 def loss_and_gradients(
     definition: DecoderDefinition, params: Params, batch: Batch, accumulation: int
 ) -> tuple[LossParts, Params]:
-    """(sums over the batch, gradient of the objective), micro-batch by micro-batch.
+    """Return (sums over the batch, gradient of the objective), computed micro-batch by micro-batch.
 
     The objective is nll / weight, plus the z-loss of the head and what keeps experts even, where configured. Every
     micro-batch is divided by the token count of the *whole* batch, so accumulating equals the big batch whatever the
@@ -135,15 +135,14 @@ def loss_and_gradients(
 
 
 class Norms(NamedTuple):
-    """Norms of a tree shaped like the parameters: of each sublayer [S] (F and its maps), and of each parameter
-    group."""
+    """Holds norms of a tree shaped like the parameters: of each sublayer [S] (F and its maps), and of each group."""
 
     sublayers: jax.Array
     groups: dict[str, jax.Array]
 
 
 def norms(tree: Params) -> Norms:
-    """Norms of gradients, updates or parameters, float32."""
+    """Return the norms of gradients, updates or parameters, float32."""
     groups: dict[str, jax.Array] = {}
     sublayers: dict[str, jax.Array] = {}
 
@@ -167,13 +166,13 @@ _GAMMA = re.compile(r"blocks/(attention|mlp)/(post_)?norm/scale$")
 
 
 def _untrained_gamma(config: Config, path: str) -> bool:
-    """Whether the leaf is a sublayer norm's scale that no gradient may move."""
+    """Return whether the leaf is a sublayer norm's scale that no gradient may move."""
     fixed = config.norm.gamma_frozen or config.norm.gamma_schedule is not None
     return fixed and _GAMMA.search(path) is not None
 
 
 def scheduled(config: Config, params: Params, completed: jax.Array) -> Params:
-    """``params`` with the sublayers' norm scales where ``norm.gamma_schedule`` has them after ``completed`` updates."""
+    """Return ``params`` with the norm scales that ``norm.gamma_schedule`` sets after ``completed`` updates."""
     final, first = config.norm.gamma_schedule, config.norm.gamma_init
     if final is None:
         return params
@@ -182,8 +181,10 @@ def scheduled(config: Config, params: Params, completed: jax.Array) -> Params:
 
 
 def balanced(config: Config, params: Params, router: dict[str, jax.Array]) -> Params:
-    """``params`` with each router's bias a step towards an even load: up where an expert got less than the mean, down
-    where more (arXiv:2408.15664)."""
+    """Return ``params`` with each router's bias moved one step towards an even load (arXiv:2408.15664).
+
+    It goes up where an expert got less than the mean, and down where it got more.
+    """
     if not router or config.moe.balance != "loss_free":
         return params
     load = router["load"]
@@ -203,7 +204,7 @@ class Faults:
 
 
 class Trainer:
-    """The compiled functions of a config on a mesh: ``init``, ``step``, ``validate``.
+    """Compiles the functions of a config on a mesh: ``init``, ``step`` and ``validate``.
 
     ``step(state, batch) -> (state, metrics)`` donates the state. Metrics are device arrays: the scalars loss,
     target_tokens (int32), grad_norm before clipping, update_norm, param_norm, lr, logit_max, log_z, skipped,
@@ -240,11 +241,11 @@ class Trainer:
         )
 
     def init(self, seed: int) -> TrainState:
-        """A fresh state, made in its shards: the same weights on any mesh."""
+        """Return a fresh state, made in its shards: the same weights on any mesh."""
         return self._jit_init(jax.random.key(seed))
 
     def begin(self, params: Params) -> TrainState:
-        """The state that starts from these parameters, which are donated."""
+        """Return the state that starts from these parameters, which are donated."""
         begin = jax.jit(self._begin, in_shardings=(self.layout.params,), out_shardings=self.layout, donate_argnums=0)
         return begin(params)
 
