@@ -1,4 +1,4 @@
-"""Grids: many runs that differ in stated fields, launched, resumed and collected as one.
+"""Launch, resume and collect a grid: many runs that differ in stated fields.
 
 A grid file builds its arms with the functions below and gives a ``Grid`` from ``get_grid()``; docs/grids.md shows how.
 """

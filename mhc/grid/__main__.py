@@ -55,7 +55,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def run(arguments: Sequence[str]) -> int:
-    """``run``: plan the grid and launch the arms that are not finished."""
+    """Plan the grid and launch the arms that are not finished (``run``)."""
     parser = cli.Parser(
         prog=f"{PROGRAM} run",
         description="Run the arms of a grid that are not finished; interrupted ones continue from their checkpoint.",
@@ -92,7 +92,7 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def retry(arguments: Sequence[str]) -> int:
-    """``retry``: run failed arms, or the named ones, again."""
+    """Run failed arms, or the named ones, again (``retry``)."""
     parser = cli.Parser(
         prog=f"{PROGRAM} retry",
         description="Run the failed arms of a grid again, or the named ones, failed or halted, from their checkpoints.",
@@ -121,7 +121,7 @@ def retry(arguments: Sequence[str]) -> int:
 
 
 def status(arguments: Sequence[str]) -> int:
-    """``status``: one line an arm."""
+    """Print one line for each arm (``status``)."""
     parser = cli.Parser(
         prog=f"{PROGRAM} status",
         description="Print the state of each arm of a grid.",
@@ -137,7 +137,7 @@ def status(arguments: Sequence[str]) -> int:
 
 
 def collect(arguments: Sequence[str]) -> int:
-    """``collect``: write results.csv."""
+    """Write results.csv (``collect``)."""
     parser = cli.Parser(
         prog=f"{PROGRAM} collect",
         description="Write a table with one row for each arm: the fields it varies, its summary, and its state.",

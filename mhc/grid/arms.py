@@ -1,4 +1,4 @@
-"""Arms of a grid as data: what differs between them, built by product, zip and chain, and their names.
+"""Build a grid's arms as data: what differs between them, by product, zip and chain, and their names.
 
 An *arm* is a mapping {"group.field": value} of what it changes in the grid's base config. *Arms* are a tuple of them,
 and every function here gives Arms, so that they combine freely:
@@ -28,7 +28,7 @@ Arms = tuple[Arm, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Grid:
-    """What ``get_grid()`` of a grid file gives."""
+    """Holds what ``get_grid()`` of a grid file returns."""
 
     base: str
     """The config file that every arm starts from, ``file.py`` or ``file.py:text``, relative to the grid file."""
@@ -63,7 +63,9 @@ def _check_known(field: str) -> None:
 
 
 def arm(fields: Arm) -> Arms:
-    """One arm that sets these fields: ``arm({"residual.kind": "plain", "residual.scale": 0.0})``; {}: the base itself.
+    """Return one arm that sets these fields; without any, the base itself.
+
+    An example is ``arm({"residual.kind": "plain", "residual.scale": 0.0})``.
 
     Raises: UserError for an unknown field, with the nearest name.
     """
@@ -73,7 +75,7 @@ def arm(fields: Arm) -> Arms:
 
 
 def axis(field: str, *values: Any) -> Arms:
-    """One arm a value of one field. Raises UserError for an unknown field or without a value."""
+    """Return one arm for each value of one field. Raises UserError for an unknown field or without a value."""
     _check_known(field)
     if not values:
         raise UserError(f"axis {field}: no value given, allowed: at least one")
@@ -81,17 +83,17 @@ def axis(field: str, *values: Any) -> Arms:
 
 
 def seeds(*numbers: int) -> Arms:
-    """One arm a seed, which initial weights and data order share: arms of the same seed are pairs."""
+    """Return one arm for each seed, which initial weights and data order share: arms of the same seed are pairs."""
     return zipped(axis("seed.init", *numbers), axis("seed.data", *numbers))
 
 
 def product(*factors: Arms) -> Arms:
-    """Every combination of one arm of each factor. Raises UserError where two of them set the same field."""
+    """Return every combination of one arm of each factor. Raises UserError where two of them set the same field."""
     return functools.reduce(lambda left, right: tuple(_join(a, b) for a in left for b in right), factors, ({},))
 
 
 def zipped(*parts: Arms) -> Arms:
-    """The first arms of all parts together, then the second ones, and so on.
+    """Return the first arms of all parts together, then the second ones, and so on.
 
     Raises: UserError for parts of different lengths, or where two of them set the same field.
     """
@@ -102,7 +104,9 @@ def zipped(*parts: Arms) -> Arms:
 
 
 def branches(trunks: Arms, step: int, changes: Arms = ({},)) -> Arms:
-    """Arms that go on from the checkpoint of ``step`` of each trunk, one for each of ``changes``, which count last.
+    """Return arms that go on from the checkpoint of ``step`` of each trunk, one for each of ``changes``.
+
+    A field of ``changes`` overrides the same field of the trunk.
 
     A branch has its trunk's fields, and takes over its weights, its optimiser's state, its place in the schedule and in
     the data. It starts when its trunk, an arm of the same grid, has finished.
@@ -121,7 +125,7 @@ def branches(trunks: Arms, step: int, changes: Arms = ({},)) -> Arms:
 
 
 def source_of(fields: Arm) -> tuple[str, int] | None:
-    """(name, step) of the arm of the same grid that an arm branches from; None: it does not.
+    """Return (name, step) of the arm of the same grid that an arm branches from, or None.
 
     Raises: UserError for a source that says arm: and is not of that form.
     """
@@ -135,7 +139,7 @@ def source_of(fields: Arm) -> tuple[str, int] | None:
 
 
 def chain(*parts: Arms) -> Arms:
-    """The arms of one part after the other."""
+    """Return the arms of one part after those of another."""
     return tuple(one for part in parts for one in part)
 
 
@@ -169,7 +173,7 @@ _LONGEST = 100  # bytes; file systems allow 255, and k8s, logs and reports add t
 
 
 def name_of(fields: Arm) -> str:
-    """The name of an arm, which is also its folder: ``mhc,lr=0.003,seed=0``.
+    """Return the name of an arm, which is also its folder: ``mhc,lr=0.003,seed=0``.
 
     Letters, digits and ``._+=,-`` only. It depends on these fields and their values, not on their order and not on
     other arms. Where a value holds other characters, or would make the name of another arm, or the name gets long, a
@@ -204,7 +208,7 @@ def name_of(fields: Arm) -> str:
 
 
 def _take_branch(rest: dict[str, Any]) -> list[tuple[str, Any]]:
-    """The parts of a name that say where an arm branches from; their fields leave ``rest``. []: it does not.
+    """Return the parts of a name that say where an arm branches from, or []; their fields are removed from ``rest``.
 
     What a branch usually is, a decay of wsd_steps with all of its trunk's state, goes without saying.
     """
@@ -221,10 +225,12 @@ _USUAL = {"train.init_optimizer": True, "train.init_data": True, "schedule.kind"
 
 
 def _follows(fields: Arm) -> bool:
-    """Whether the name of a branch's trunk follows from the branch's other fields."""
-    own = {*_USUAL, *_DECAY, "train.init_from", "train.steps"}
+    """Return whether the name of a branch's trunk follows from the branch's other fields."""
+    branch_fields = {*_USUAL, *_DECAY, "train.init_from", "train.steps"}
     source = source_of(fields)
-    return source is not None and source[0] == name_of({f: value for f, value in fields.items() if f not in own})
+    return source is not None and source[0] == name_of(
+        {f: value for f, value in fields.items() if f not in branch_fields}
+    )
 
 
 def _text(value: Any) -> str:

@@ -1,4 +1,4 @@
-"""An arm's folder: the run that it holds, who runs it now, and how its attempts ended.
+"""Read and write an arm's folder: its run, who runs it now, and how its attempts ended.
 
 Beside the run's own files an arm has ``arm.json`` (the record of its latest attempt), ``arm.log`` (what its processes
 printed) and ``.claim``, which is locked as long as somebody runs the arm. A process that runs an arm inherits the lock
@@ -39,14 +39,14 @@ _STOPPED |= {full_disk.EXIT_CODE}
 
 
 class Claim:
-    """The right to run an arm, held against every other process, also on other machines where the file system locks."""
+    """Holds the right to run an arm against every other process, also on other machines where the file system locks."""
 
     def __init__(self, file: io.TextIOWrapper):
         self._file = file
 
     @classmethod
     def take(cls, folder: Path) -> Claim | None:
-        """The claim on the arm in a folder, which is made where missing; None where somebody has it."""
+        """Return the claim on the arm in a folder, which is made where missing; None where another process has it."""
         folder.mkdir(parents=True, exist_ok=True)
         file = (folder / CLAIM).open("a")
         for path in (None, folder / ".lock"):  # .lock: a run that was started without a grid
@@ -56,7 +56,7 @@ class Claim:
         return cls(file)
 
     def fileno(self) -> int:
-        """The descriptor whose inheritance keeps the claim."""
+        """Return the descriptor whose inheritance keeps the claim."""
         return self._file.fileno()
 
     def __enter__(self) -> Claim:
@@ -89,7 +89,7 @@ def _lock(what: io.TextIOWrapper | Path) -> bool:
 
 
 def claimed(folder: Path) -> bool:
-    """Whether somebody runs the arm in a folder now."""
+    """Return whether a process runs the arm in a folder now."""
     if not (folder / CLAIM).is_file():
         return False
     with (folder / CLAIM).open("a") as file:
@@ -103,23 +103,23 @@ def claimed(folder: Path) -> bool:
 
 
 def record(folder: Path) -> dict[str, Any]:
-    """What arm.json says of the latest attempt; {} where there was none."""
+    """Return what arm.json says of the latest attempt; {} where there was none."""
     return read_json(folder / RECORD) if (folder / RECORD).is_file() else {}
 
 
 def begun(folder: Path) -> bool:
-    """Whether an arm has been attempted."""
+    """Return whether an arm has been attempted."""
     return (folder / "config.json").is_file() or (folder / RECORD).is_file()
 
 
 def finished(folder: Path, steps: int) -> bool:
-    """Whether a run ended by itself after at least so many steps."""
+    """Return whether a run ended by itself after at least so many steps."""
     ended = summary(folder)
     return ended.get("exit_reason") == "finished" and ended.get("steps", 0) >= steps
 
 
 def summary(folder: Path) -> dict[str, Any]:
-    """What a run's summary.json says; {} where there is none, or none that can be read."""
+    """Return what a run's summary.json says; {} where there is none, or none that can be read."""
     try:
         return read_json(folder / "summary.json")
     except UserError:
@@ -127,7 +127,7 @@ def summary(folder: Path) -> dict[str, Any]:
 
 
 def settled(folder: Path, steps: int) -> str:
-    """The state of an arm that nobody runs: one of STATES but ``running``."""
+    """Return the state of an arm that nobody runs: one of STATES but ``running``."""
     last = record(folder).get("state")
     if finished(folder, steps):
         return "finished"
@@ -139,12 +139,12 @@ def settled(folder: Path, steps: int) -> str:
 
 
 def state(folder: Path, steps: int) -> str:
-    """The state of an arm: one of STATES."""
+    """Return the state of an arm: one of STATES."""
     return "running" if claimed(folder) else settled(folder, steps)
 
 
 def last_metrics(folder: Path) -> dict[str, Any]:
-    """The last whole record of metrics.jsonl; {} where there is none. Reads the end of the file alone."""
+    """Return the last whole record of metrics.jsonl, or {} where there is none. Reads the end of the file only."""
     path = folder / "metrics.jsonl"
     if not path.is_file():
         return {}
@@ -153,15 +153,15 @@ def last_metrics(folder: Path) -> dict[str, Any]:
         lines = file.read().split(b"\n")
     for line in reversed(lines):
         with contextlib.suppress(ValueError, RecursionError):
-            found = json.loads(line)
-            if isinstance(found, dict) and "step" in found:
-                return found
+            metrics = json.loads(line)
+            if isinstance(metrics, dict) and "step" in metrics:
+                return metrics
     return {}
 
 
 @dataclasses.dataclass
 class Attempt:
-    """One process that runs one arm, from ``start`` to ``end``. The claim is held in between."""
+    """Runs one arm in one process, from ``start`` to ``end``. The claim is held in between."""
 
     name: str
     folder: Path
@@ -223,12 +223,12 @@ class Attempt:
             self.process.send_signal(signal.SIGTERM)
 
     def poll(self) -> dict[str, Any] | None:
-        """The record of the attempt once its process has ended, else None."""
+        """Return the record of the attempt once its process has ended, else None."""
         code = self.process.poll()
         return None if code is None else self._end(code)
 
     def wait(self) -> dict[str, Any]:
-        """The record, as soon as the process has ended; also for a signal handler that interrupts ``poll``."""
+        """Wait for the process to end and return the record; also for a signal handler that interrupts ``poll``."""
         # Popen.wait would wait for a lock that the interrupted poll may hold.
         with contextlib.suppress(ChildProcessError):
             _, status = os.waitpid(self.process.pid, 0)

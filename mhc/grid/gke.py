@@ -26,7 +26,7 @@ GRACE_SECONDS = 300  # between SIGTERM and SIGKILL, for the checkpoint
 
 @dataclasses.dataclass(frozen=True)
 class Pod:
-    """What every arm runs in."""
+    """Describes what every arm runs in."""
 
     image: str
     """Container image with the project, its Python dependencies and bash; its working directory is the project's."""
@@ -48,12 +48,12 @@ class Pod:
 
     @property
     def tpu(self) -> bool:
-        """Whether the accelerator is a TPU."""
+        """Return whether the accelerator is a TPU."""
         return "tpu" in self.accelerator
 
 
 def command(plan: Plan, arm: str, workdir: str) -> list[str]:
-    """The train.py command that trains an arm, run in the project's root.
+    """Return the train.py command that trains an arm, run in the project's root.
 
     Raises: UserError where the base config lies outside of the project, since an image does not have it.
     """
@@ -69,7 +69,7 @@ def command(plan: Plan, arm: str, workdir: str) -> list[str]:
 
 
 def manifest(plan: Plan, arm: str, pod: Pod) -> dict[str, Any]:
-    """The JobSet of an arm."""
+    """Return the JobSet of an arm."""
     grid = re.sub(r"[^A-Za-z0-9._-]", "-", plan.name)
     if pod.tpu:
         resource = "google.com/tpu"
@@ -123,7 +123,7 @@ def manifest(plan: Plan, arm: str, pod: Pod) -> dict[str, Any]:
 
 
 def object_name(grid: str, arm: str) -> str:
-    """The name of an arm's JobSet: lower case, unique, at most 40 characters (its pods' names add to it)."""
+    """Return the name of an arm's JobSet: lower case, unique, at most 40 characters (its pods' names add to it)."""
     return f"{_slug(f'{grid}-{arm}', 31)}-{hashlib.sha256(f'{grid}/{arm}'.encode()).hexdigest()[:8]}"
 
 
@@ -138,7 +138,7 @@ def _text(value: Any) -> str:
 
 
 def documents(plan: Plan, arms: Iterable[str], pod: Pod) -> dict[str, str]:
-    """The manifest of each arm as YAML text, by arm."""
+    """Return the manifest of each arm as YAML text, by arm."""
     return {arm: "\n".join(_yaml(manifest(plan, arm, pod))) + "\n" for arm in arms}
 
 
@@ -162,7 +162,7 @@ def write(plan: Plan, arms: Iterable[str], pod: Pod, workdir: Path) -> list[Path
 
 
 def _yaml(value: Mapping[str, Any], indent: str = "") -> list[str]:
-    """Lines of block-style YAML of mappings, lists and scalars; strings are quoted as in JSON, which YAML contains."""
+    """Return mappings, lists and scalars as lines of block-style YAML, with strings quoted as in JSON."""
     lines: list[str] = []
     for key, item in value.items():
         if isinstance(item, Mapping):

@@ -26,12 +26,12 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 def train_command(workdir: Path, arm: str) -> list[str]:
-    """The process that trains an arm."""
+    """Return the command of the process that trains an arm."""
     return [sys.executable, "-m", "mhc.grid.child", str(workdir), arm]
 
 
 def environment(workdir: Path) -> dict[str, str]:
-    """Variables for every arm: where this package is found, and where arms share what they compile.
+    """Return the variables for every arm: where this package is found, and where arms share what they compile.
 
     Arms that differ in their seeds alone run the same programs; an own choice of the user's stays.
     """
@@ -62,14 +62,16 @@ class Runner:
         command: Command = train_command,
         say: Say,
     ):
-        """Args:
-        workdir: folder of the grid.
-        arms: steps of each arm by name, in the order in which they start.
-        slots: places for arms, one arm each at a time.
-        retry: arms that run although their last attempt failed or was halted.
-        sources: of arms that start when another one has finished: its name and steps.
-        command: the process of an arm in a grid's folder.
-        say: takes a line for the user.
+        """Take the arms to run; nothing starts yet.
+
+        Args:
+          workdir: folder of the grid.
+          arms: steps of each arm by name, in the order in which they start.
+          slots: places for arms, one arm each at a time.
+          retry: arms that run although their last attempt failed or was halted.
+          sources: {arm: (name, steps)} of the arm that must finish before that arm starts.
+          command: returns the command of an arm's process in a grid's folder.
+          say: takes a line for the user.
         """
         self.workdir, self.arms, self.slots = workdir, arms, slots
         self.retry, self.command, self._say = set(retry), command, say
@@ -134,14 +136,14 @@ class Runner:
         return left
 
     def _ready(self, arm: str) -> bool:
-        """Whether an arm has all that it starts from."""
+        """Return whether an arm has all that it starts from."""
         if arm not in self.sources:
             return True
         source, steps = self.sources[arm]
         return folders.finished(self.workdir / source, steps) and not folders.claimed(self.workdir / source)
 
     def _awaited(self, arm: str) -> bool:
-        """Whether the source of an arm that is not ready may still finish; the user is told where not."""
+        """Return whether the source of an arm that is not ready may still finish; tell the user where it may not."""
         source, steps = self.sources[arm]
         to_come = source in self.arms and source not in self.attempted and not self._ended(source, steps)
         running = any(attempt.name == source for attempt in self.running.values())
@@ -157,7 +159,7 @@ class Runner:
         return self._ready(arm) or self._awaited(arm)
 
     def _done(self, arm: str, steps: int) -> bool:
-        """Whether nothing is left to do for an arm, nor anybody doing it."""
+        """Return whether nothing is left to do for an arm, and no process runs it."""
         return self._ended(arm, steps) and not folders.claimed(self.workdir / arm)
 
     def _ended(self, arm: str, steps: int) -> bool:
@@ -200,7 +202,7 @@ class Runner:
         self.running[number] = attempt
 
     def _taken_devices(self) -> set[str]:
-        """Accelerators of this machine on which arms of this grid run that are not ours: orphans of a killed runner."""
+        """Return the accelerators of this machine that orphaned arms of a killed runner still use."""
         taken: set[str] = set()
         if any(slot.devices for slot in self.slots):
             ours = {attempt.folder for attempt in self.running.values()}

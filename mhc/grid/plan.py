@@ -1,4 +1,4 @@
-"""The plan of a grid: a grid file read and checked, and its record in the grid's folder.
+"""Plan a grid: read and check a grid file, and keep its record in the grid's folder.
 
 ``grid.json`` holds the base config with what the command line changed in it, and what each arm changes. Arms are run
 from there, so that an edit of a file while a grid runs does not slip into half of its arms.
@@ -28,7 +28,7 @@ FILE = cli.GRID
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """A valid grid: every arm gives a valid config, and every name is taken once."""
+    """Holds a valid grid: every arm gives a valid config, and every name is taken once."""
 
     name: str
     """Which grid this is: the grid file without folder and ending, and the text after it."""
@@ -42,7 +42,7 @@ class Plan:
     """What each arm changes, by its name."""
 
     def config(self, arm: str) -> Config:
-        """The Config of an arm. Raises UserError, naming the arm, where its fields do not go together."""
+        """Return the Config of an arm. Raises UserError, naming the arm, where its fields do not go together."""
         if arm not in self._made:
             try:
                 self._made[arm] = _with(self.base, self.arms[arm])
@@ -51,11 +51,11 @@ class Plan:
         return self._made[arm]
 
     def source(self, arm: str) -> tuple[str, int] | None:
-        """(name, step) of the arm that an arm branches from; None: it does not."""
+        """Return (name, step) of the arm that an arm branches from, or None."""
         return source_of(self.arms[arm])
 
     def placed(self, arm: str, workdir: Path) -> Config:
-        """The Config of an arm in the grid's folder, where what it branches from lies there too.
+        """Return the Config of an arm in the grid's folder, where what it branches from lies there too.
 
         A run that has begun keeps the path that it was begun with, so that a grid's folder may move.
         """
@@ -73,7 +73,7 @@ class Plan:
 
 
 def load(path: str, arguments: Sequence[str], parser: cli.Parser | None = None) -> Plan:
-    """The plan of a grid file and the overrides on the command line.
+    """Return the plan of a grid file and the overrides on the command line.
 
     Args:
         path: a Python file with ``get_grid() -> Grid``; ``file.py:text`` calls ``get_grid(text)``.
@@ -114,10 +114,10 @@ def load(path: str, arguments: Sequence[str], parser: cli.Parser | None = None) 
         arms[name] = exact
     if not arms:
         raise UserError(f"grid file {file}: get_grid() gives no arm")
-    made = Plan(Path(file).stem + colon + text, base_file, overrides, tree, arms)
+    plan = Plan(Path(file).stem + colon + text, base_file, overrides, tree, arms)
     for name in arms:
-        _check_source(made, name, f"grid file {file}: arm {name}")
-    return made
+        _check_source(plan, name, f"grid file {file}: arm {name}")
+    return plan
 
 
 def _check_source(plan: Plan, arm: str, where: str) -> None:
@@ -172,7 +172,7 @@ def _run_grid_file(path: str) -> Grid:
 
 
 def read(workdir: Path) -> Plan:
-    """The plan that a grid's folder holds. Raises UserError where there is none."""
+    """Return the plan that a grid's folder holds. Raises UserError where there is none."""
     if not (workdir / FILE).is_file():
         raise UserError(f"{workdir}: no grid here (it has no {FILE}); `run` makes one")
     stored = read_json(workdir / FILE)
@@ -220,7 +220,7 @@ def _check_same(old: Plan, new: Plan, workdir: Path) -> None:
 
 @contextlib.contextmanager
 def _locked(workdir: Path) -> Iterator[None]:
-    """One writer of grid.json at a time; where the file system has no locks, whoever writes last."""
+    """Let one process at a time write grid.json; where the file system has no locks, the last to write wins."""
     with (workdir / ".grid.lock").open("a") as file, contextlib.suppress(OSError):
         fcntl.flock(file, fcntl.LOCK_EX)
         yield

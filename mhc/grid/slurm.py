@@ -26,7 +26,7 @@ REQUEUES = 1000  # time limits that one arm may outlast
 
 
 class ArmJob:
-    """What a job runs: one attempt of one arm. Jobs of an arm that is finished or runs elsewhere end at once."""
+    """Runs one attempt of one arm as a job. A job ends at once if its arm is finished or runs elsewhere."""
 
     def __init__(self, workdir: Path, arm: str, steps: int, command: Command = train_command):
         self.workdir, self.arm, self.steps, self.command = workdir, arm, steps, command
@@ -57,7 +57,7 @@ class ArmJob:
         return str(note["state"])
 
     def checkpoint(self) -> Any:
-        """Called by submitit before the time limit and when preempted: save, end, and ask to be queued again."""
+        """Save, end, and ask to be queued again; submitit calls this before the time limit and when preempted."""
         if self.attempt is not None:
             self.attempt.stop()
             note = self.attempt.wait()
@@ -70,14 +70,14 @@ class ArmJob:
 
 
 def queued_jobs() -> set[str]:
-    """The ids of the user's jobs that wait or run. Raises UserError where Slurm does not answer."""
+    """Return the ids of the user's jobs that wait or run. Raises UserError where Slurm does not answer."""
     try:
         done = subprocess.run(
             ["squeue", "--me", "--noheader", "--format=%A"], capture_output=True, text=True, check=True
         )
     except (OSError, subprocess.CalledProcessError) as error:
-        said = getattr(error, "stderr", None) or str(error)
-        raise UserError(f"--launcher slurm: squeue does not answer: {said}") from None
+        reason = getattr(error, "stderr", None) or str(error)
+        raise UserError(f"--launcher slurm: squeue does not answer: {reason}") from None
     return set(done.stdout.split())
 
 
