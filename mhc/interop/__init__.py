@@ -1,4 +1,4 @@
-"""Other people's weights in, ours out.
+"""Translate models between Hugging Face's format and this project's.
 
 ``from_hf`` and ``to_hf`` translate models of Hugging Face; ``load_hf`` reads a folder of theirs. As programs:
 ``python -m mhc.interop.import_hf`` makes a run of one, ``python -m mhc.interop.export`` writes any run of ours.

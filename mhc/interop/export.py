@@ -1,4 +1,4 @@
-"""A run as a folder that others can read: safetensors, config.json, tokenizer.json and a model card.
+"""Write a run as a folder that others can read: safetensors, config.json, tokenizer.json and a model card.
 
     python -m mhc.interop.export RUN --to DIR [--step s] [--names auto|hf|ours]
 
@@ -90,21 +90,21 @@ def export(run: str | Path, folder: str | Path, step: int | None = None, names: 
             path, layer, _ = places[name]
             return leaf(path) if layer is None else leaf(path)[layer]
 
-    with written_whole(target) as made:
-        (made / "config.json").write_text(json.dumps(described, indent=2) + "\n")
-        (made / GENERATION).write_text(json.dumps(generation_config(config, tokenizer), indent=2) + "\n")
-        write_weights(made, shapes, tensor, {"format": "pt"} if family else {"format": "mhc"})
-        write_tokenizer(made / "tokenizer.json", config.data.tokenizer)
-        write_tokenizer_config(made / "tokenizer_config.json", config)
+    with written_whole(target) as hidden:
+        (hidden / "config.json").write_text(json.dumps(described, indent=2) + "\n")
+        (hidden / GENERATION).write_text(json.dumps(generation_config(config, tokenizer), indent=2) + "\n")
+        write_weights(hidden, shapes, tensor, {"format": "pt"} if family else {"format": "mhc"})
+        write_tokenizer(hidden / "tokenizer.json", config.data.tokenizer)
+        write_tokenizer_config(hidden / "tokenizer_config.json", config)
         if family is None:
-            (made / "model.py").write_text(source)
+            (hidden / "model.py").write_text(source)
         about = card(remote.local_copy(run), loaded.step, config, family.name if family else None)
-        (made / "README.md").write_text(about)
+        (hidden / "README.md").write_text(about)
     return target
 
 
 def generation_config(config: Config, tokenizer: Tokenizer) -> dict[str, Any]:
-    """bos_token_id and eos_token_id, a list of several where a text may end in several ways; the tokeniser's first."""
+    """Return bos_token_id and eos_token_id, a list where a text may end in several ways, the tokeniser's first."""
     ends = [int(end) for end in dict.fromkeys((tokenizer.eos_id, *config.data.stop_tokens))]
     return {"bos_token_id": int(tokenizer.bos_id), "eos_token_id": ends if len(ends) > 1 else ends[0]}
 
@@ -160,12 +160,11 @@ def model_file(config: Config) -> str:
 
 
 def _foreign(runner: type) -> list[str]:
-    """Return the global names that a runner's methods use and that model.py does not have, or has for something
-    else."""
+    """Return the global names that a runner's methods use and that mean nothing, or another thing, in model.py."""
     from mhc.residual import runner as numpy_form
 
-    own = {part.__name__: part for part in runner.__mro__}
-    known = {"np": np, "math": math, "itertools": itertools, **vars(builtins), **own}
+    classes = {part.__name__: part for part in runner.__mro__}
+    known = {"np": np, "math": math, "itertools": itertools, **vars(builtins), **classes}
     known |= {"sigmoid": numpy_form.sigmoid, "softmax": numpy_form.softmax}
 
     def used(code: types.CodeType) -> Iterator[str]:
@@ -189,7 +188,7 @@ def _foreign(runner: type) -> list[str]:
 
 
 def our_names(config: Config) -> dict[str, tuple[str, int | None, tuple[int, ...]]]:
-    """{name in our format: (path of the parameter, number in its stack, shape)}."""
+    """Return {name in our format: (path of the parameter, number in its stack, shape)}."""
     import jax
 
     from mhc.model.decoder import STACKS, DecoderDefinition
@@ -215,7 +214,7 @@ def write_weights(
     metadata: Mapping[str, str],
     shard: int = SHARD,
 ) -> None:
-    """model.safetensors, or shards of at most ``shard`` bytes (but for a larger tensor) with an index."""
+    """Write model.safetensors, or shards of at most ``shard`` bytes (but for a larger tensor) with an index."""
     from mhc.interop import safetensors
     from mhc.interop.folder import INDEX, SINGLE
 
@@ -242,7 +241,7 @@ def write_weights(
 
 
 def write_tokenizer(path: Path, spec: str) -> None:
-    """A tokenizer.json: a copy of the run's, or one that does what ``bytes`` does."""
+    """Write a tokenizer.json: a copy of the run's, or one that does what ``bytes`` does."""
     if spec != "bytes":
         shutil.copyfile(Path(spec).expanduser(), path)
         return
@@ -253,11 +252,11 @@ def write_tokenizer(path: Path, spec: str) -> None:
     others = [byte for byte in range(256) if byte not in printable]
     character = {byte: byte for byte in printable} | {byte: 256 + number for number, byte in enumerate(others)}
     model = tokenizers.models.BPE({chr(character[byte]): byte for byte in range(256)}, [])
-    made = tokenizers.Tokenizer(model)
-    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    made.decoder = tokenizers.decoders.ByteLevel()
-    made.add_special_tokens(["<s>", "</s>"])  # 256 and 257
-    made.save(str(path))
+    tokenizer = tokenizers.Tokenizer(model)
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<s>", "</s>"])  # 256 and 257
+    tokenizer.save(str(path))
 
 
 def write_tokenizer_config(path: Path, config: Config) -> None:
@@ -271,15 +270,15 @@ def write_tokenizer_config(path: Path, config: Config) -> None:
     beside: dict[str, Any] = {}
     if config.data.tokenizer != "bytes":
         source = Path(config.data.tokenizer).expanduser().with_name(tokenizers.SPECIAL)
-        found = json.loads(source.read_text("utf-8")) if source.is_file() else {}  # it was read as the tokeniser was
-        beside = found if isinstance(found, dict) else {}
+        parsed = json.loads(source.read_text("utf-8")) if source.is_file() else {}  # it was read as the tokeniser was
+        beside = parsed if isinstance(parsed, dict) else {}
     ours = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
     limit = {"model_max_length": config.max_length} if config.positions.kind == "learned" else {}
     write_json(path, {**ours, **limit, **beside, **tokenizer.special_tokens()})
 
 
 def card(run: Path, step: int, config: Config, family: str | None) -> str:
-    """The model card, Markdown: what it was trained on and how, and what was measured."""
+    """Return the model card, Markdown: what the model was trained on and how, and what was measured."""
     from mhc.model.decoder import DecoderDefinition
     from mhc.model.flops import count_parameters
 
@@ -309,7 +308,7 @@ def card(run: Path, step: int, config: Config, family: str | None) -> str:
 
 
 def _measured(run: Path, rows: Sequence[Mapping[str, Any]]) -> str:
-    """A table of what the run logged up to the last of the rows."""
+    """Return a table of what the run logged up to the last of the rows."""
     if not rows:
         return "No step was trained: the weights are as they were imported."
     validated: Mapping[str, Any] = next((row for row in reversed(rows) if "val_loss" in row), {})
@@ -325,7 +324,7 @@ def _measured(run: Path, rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """The program: 0 when the folder is there. Raises UserError for a user's mistake."""
+    """Run the program; return 0 when the folder is there. Raises UserError for a user's mistake."""
     parser = cli.Parser(
         description="Write a run's model as safetensors, config.json, tokenizer.json and a model card.",
         example="{prog} runs/a --to exported/a",

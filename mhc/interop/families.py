@@ -1,4 +1,4 @@
-"""The families of models that are read and written, and which of them can express a Config of ours.
+"""Name the families of models that are read and written, and find which of them can express a Config of ours.
 
 That is not stated a second time: a family can whose config, written and read back, describes the same model.
 """
@@ -21,7 +21,7 @@ from mhc.interop.readers import Groups
 
 @dataclasses.dataclass(frozen=True)
 class Family:
-    """A ``model_type``."""
+    """Describes a ``model_type``."""
 
     name: str
     architecture: str
@@ -87,7 +87,7 @@ FAMILIES: Mapping[str, Family] = {
 
 
 def family_of(raw: Mapping[str, Any]) -> Family:
-    """The family of a config.json. Raises UserError where it is not one of ours."""
+    """Return the family of a config.json. Raises UserError where it is not one of ours."""
     name = raw.get("model_type")
     if not isinstance(name, str) or name not in FAMILIES:
         hint = did_you_mean(name, FAMILIES) if isinstance(name, str) else ""
@@ -96,7 +96,7 @@ def family_of(raw: Mapping[str, Any]) -> Family:
 
 
 def read(raw: Mapping[str, Any]) -> tuple[Family, Groups]:
-    """(family, groups of our config) of a config.json.
+    """Return (family, groups of our config) of a config.json.
 
     Raises: UserError, of one line, for an unknown family, an option that our decoder lacks or does not know, or a value
     that is missing or of another kind.
@@ -123,8 +123,10 @@ _FUNCTION = {
 
 
 def function(config: Config) -> dict[str, Any]:
-    """{dotted field: value} of all that decides the function of a model but its residual; what a field cannot change
-    under the others is left out."""
+    """Return {dotted field: value} of all that decides a model's function except its residual.
+
+    A field that cannot change the function under the others is left out.
+    """
     assert config.model.vocab_size is not None
     tree = configs.to_dict(configs.resolve(config, config.model.vocab_size))
     out = {
@@ -145,7 +147,7 @@ def function(config: Config) -> dict[str, Any]:
 
 
 def differences(one: Config, other: Config) -> dict[str, tuple[Any, Any]]:
-    """{field: (value of one, value of other)} where the functions of two configs differ; floats to 1e-9."""
+    """Return {field: (value of one, value of other)} where the functions of two configs differ; floats to 1e-9."""
     a, b = function(one), function(other)
 
     def same(x: Any, y: Any) -> bool:
@@ -161,7 +163,7 @@ def differences(one: Config, other: Config) -> dict[str, tuple[Any, Any]]:
 
 
 def express(config: Config) -> tuple[Family, dict[str, Any]]:
-    """(family, config.json) of the first family that a plain model of ours belongs to.
+    """Return (family, config.json) of the first family that a plain model of ours belongs to.
 
     Raises: UserError where there is none: the nearest one, and what it lacks.
     """

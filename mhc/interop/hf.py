@@ -1,4 +1,4 @@
-"""Models of Hugging Face as decoders of ours, and back."""
+"""Turn models of Hugging Face into decoders of ours, and back."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ _FLOATS = ("float16", "bfloat16", "float32", "float64")
 
 @dataclasses.dataclass(frozen=True)
 class Origin:
-    """Where a decoder came from: what ``to_hf`` needs to write it as it was read."""
+    """Describes where a decoder came from: what ``to_hf`` needs to write it as it was read."""
 
     layout: Layout
     config: str  # config.json
 
 
 def residual_fields(residual: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields of config.residual with what is not said chosen so that the model computes the source's function.
+    """Return fields of config.residual, filled in so that the model computes the source's function.
 
     Raises: UserError for an unknown field, or where a field that is said rules that out.
     """
@@ -49,13 +49,13 @@ def residual_fields(residual: Mapping[str, Any]) -> dict[str, Any]:
     for name, value in start.preserving(str(fields["kind"])).items():
         if fields.get(name) is None:
             fields[name] = value
-    made = configs.from_config_dict({"residual": fields}).residual
-    start.check_preserving(made)
+    resolved = configs.from_config_dict({"residual": fields}).residual
+    start.check_preserving(resolved)
     return fields
 
 
 def from_hf(config: Mapping[str, Any], tensors: Mapping[str, np.ndarray], **residual: Any) -> Decoder:
-    """A decoder that computes what a model of Hugging Face does.
+    """Return a decoder that computes what a model of Hugging Face does.
 
     Args:
       config: its config.json: gpt2, llama, mistral, qwen3, bloom, mixtral or deepseek_v3, as published or as
@@ -80,7 +80,7 @@ def read(
     config: Config,
     mesh: Mesh | None = None,
 ) -> Decoder:
-    """``from_hf`` with the config that ``merged`` gave, and with the parameters in the shards of a mesh."""
+    """Return the decoder of ``from_hf`` for the config that ``merged`` gave, with parameters in a mesh's shards."""
     layout = tensors.layout(families.family_of(raw), raw, source)
     wanted = check_source(config, raw, source, layout)
     _check_tied(config, source, layout)
@@ -91,7 +91,7 @@ def read(
 
 
 def merged(raw: Mapping[str, Any], groups: Mapping[str, Mapping[str, Any]]) -> Config:
-    """Our resolved config of a config.json, with further fields.
+    """Return our resolved config of a config.json, with further fields.
 
     Raises: UserError for fields that change what the model computes.
     """
@@ -155,7 +155,7 @@ def _check_tied(config: Config, source: Mapping[str, np.ndarray], layout: Layout
 def _parameters(
     definition: DecoderDefinition, source: Mapping[str, np.ndarray], wanted: Mapping[str, Tensor], mesh: Mesh | None
 ) -> Params:
-    """Our parameters, leaf by leaf and shard by shard: beside them one tensor of the source is held at a time."""
+    """Return our parameters, leaf by leaf and shard by shard, holding one tensor of the source at a time."""
     abstract = definition.abstract()
     device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     layout = jax.tree.map(lambda leaf: device, abstract) if mesh is None else sharding.shardings(abstract, mesh)
@@ -164,11 +164,11 @@ def _parameters(
         for part in tensor.parts:
             if tensor.name != "lm_head.weight" or part.path != "embed/table":
                 places.setdefault(part.path, []).append((tensor.name, part))
-    own = start.fresh(definition, definition.config.seed.init, layout, lambda path: path not in places)
+    initial = start.fresh(definition, definition.config.seed.init, layout, lambda path: path not in places)
 
     def leaf(key_path: Any, shape: jax.ShapeDtypeStruct, layout: Any) -> jax.Array:
         path = sharding.path_of(key_path)
-        return own[path] if path in own else _leaf(shape.shape, layout, places[path], source)
+        return initial[path] if path in initial else _leaf(shape.shape, layout, places[path], source)
 
     return jax.tree_util.tree_map_with_path(leaf, abstract, layout)
 
@@ -179,25 +179,25 @@ def _leaf(
     places: list[tuple[str, Part]],
     source: Mapping[str, np.ndarray],
 ) -> jax.Array:
-    made: dict[tuple[tuple[int, int], ...], np.ndarray] = {}
+    boxes: dict[tuple[tuple[int, int], ...], np.ndarray] = {}
 
     def box(index: tuple[slice, ...] | None) -> np.ndarray:
         assert index is not None
         ends = tuple(one.indices(size)[:2] for one, size in zip(index, shape, strict=True))
-        if ends not in made:  # copies of a shard share its memory where the device can
+        if ends not in boxes:  # copies of a shard share its memory where the device can
             corner, size = tuple(low for low, _ in ends), tuple(high - low for low, high in ends)
             target = aligned(size)
             for name, part in places:
                 if tensors.touches(part, corner, size):
                     tensors.fill(target, corner, part, np.asarray(source[name]))
-            made[ends] = target
-        return made[ends]
+            boxes[ends] = target
+        return boxes[ends]
 
     return jax.make_array_from_callback(shape, layout, box)
 
 
 def aligned(shape: tuple[int, ...]) -> np.ndarray:
-    """Uninitialised float32 that a CPU device can take as it is, without a copy."""
+    """Return uninitialised float32 that a CPU device can take as it is, without a copy."""
     size = 4 * math.prod(shape)
     raw = np.empty(size + 64, np.uint8)
     begin = -raw.ctypes.data % 64
@@ -205,7 +205,7 @@ def aligned(shape: tuple[int, ...]) -> np.ndarray:
 
 
 def load_hf(folder: str | Path, mesh: Mesh | None = None, **residual: Any) -> Decoder:
-    """``from_hf`` of a folder, read tensor by tensor into the shards of ``mesh`` (None: one device).
+    """Return the decoder of a folder, read tensor by tensor into the shards of ``mesh`` (None: one device).
 
     Raises: UserError as ``HfFolder`` and ``from_hf``.
     """
@@ -214,7 +214,7 @@ def load_hf(folder: str | Path, mesh: Mesh | None = None, **residual: Any) -> De
 
 
 def to_hf(decoder: Decoder) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    """(config.json, tensors by name, float32) of a plain decoder: in the layout that it was read in, or as published.
+    """Return (config.json, tensors by name, float32) of a plain decoder, in the layout it was read in, or as published.
 
     Raises: UserError where no family expresses the model; ``mhc.interop.export`` writes such a one.
     """
@@ -225,7 +225,7 @@ def to_hf(decoder: Decoder) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
 
 
 def describe(decoder: Decoder) -> tuple[dict[str, Any], Layout, dict[str, Tensor]]:
-    """(config.json, layout, plan) of what ``to_hf`` writes. Raises UserError as it does."""
+    """Return (config.json, layout, plan) of what ``to_hf`` writes. Raises UserError as it does."""
     family, raw = families.express(decoder.config)
     origin = getattr(decoder, "origin", None)
     if origin is None:
@@ -236,12 +236,12 @@ def describe(decoder: Decoder) -> tuple[dict[str, Any], Layout, dict[str, Tensor
 
 
 def by_path(tree: Any) -> dict[str, Any]:
-    """{a/b/c: leaf} of a tree of parameters."""
+    """Return {a/b/c: leaf} of a tree of parameters."""
     return {sharding.path_of(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
 
 
 def leaf_reader(params: Params) -> Any:
-    """path -> numpy array of a parameter, the last one kept: a plan asks for each many times in a row."""
+    """Return a function from path to numpy array that keeps the last one: a plan asks for each many times in a row."""
     leaves = by_path(params)
     held: dict[str, np.ndarray] = {}
 

@@ -1,4 +1,4 @@
-"""A folder of Hugging Face as a run of ours, whose model computes the same function under any residual that can.
+"""Make a run from a folder of Hugging Face, whose model computes the same function under any residual that can.
 
     python -m mhc.interop.import_hf DIR --workdir runs/x --config.residual.kind=mhc [--config.GROUP.FIELD=VALUE …]
 
@@ -85,38 +85,41 @@ def import_hf(folder: str | Path, workdir: str | Path, overrides: Mapping[str, A
         mesh = None  # every device would hold the same: one is enough to write it
     decoder = hf.read(source.config, source, config, mesh)
 
-    with written_whole(target) as made:
+    with written_whole(target) as hidden:
         if copied:
-            shutil.copyfile(source_tokenizer, made / TOKENIZER)
-            write_json(made / tokenizers.SPECIAL, special)
+            shutil.copyfile(source_tokenizer, hidden / TOKENIZER)
+            write_json(hidden / tokenizers.SPECIAL, special)
             data_config = dataclasses.replace(config.data, tokenizer=str(target / TOKENIZER))
             config = dataclasses.replace(config, data=data_config)
         origin = {"family": families.family_of(source.config).name, "folder": str(Path(folder).absolute())}
-        save_weights(made, nnx.to_pure_dict(nnx.state(decoder)), config, imported=origin)
-        write_json(made / "config.json", configs.to_dict(config))
+        save_weights(hidden, nnx.to_pure_dict(nnx.state(decoder)), config, imported=origin)
+        write_json(hidden / "config.json", configs.to_dict(config))
     return target
 
 
 def special_tokens(tokenizer: Path, *configs: Mapping[str, Any]) -> dict[str, str]:
-    """{bos_token, eos_token} of a model as ``tokenizer_config.json`` names them: from the file of that name beside its
-    tokenizer.json, else by the ids in the first of its configs that has one; what none has is left out."""
+    """Return {bos_token, eos_token} of a model, as ``tokenizer_config.json`` names them.
+
+    They come from the file of that name beside its tokenizer.json, else by the ids in the first of its configs that
+    has one. A token that none of them has is left out.
+    """
     import tokenizers as library
 
     from mhc.data.tokenizers import declared_special
 
-    found = declared_special(tokenizer)
+    special = declared_special(tokenizer)
     try:
         names = library.Tokenizer.from_file(str(tokenizer))
     except Exception:  # the library raises bare Exception; whoever reads the file says what is wrong with it
-        return found
+        return special
     for name in ("bos_token", "eos_token"):
         for config in configs:
             ids = config.get(f"{name}_id")
             first = ids[0] if isinstance(ids, list) and ids else ids
             token = names.id_to_token(first) if isinstance(first, int) and 0 <= first < 2**32 else None
-            if name not in found and token is not None:
-                found[name] = token
-    return found
+            if name not in special and token is not None:
+                special[name] = token
+    return special
 
 
 def stop_tokens(source: HfFolder, generation: Mapping[str, Any], special: Mapping[str, str]) -> tuple[int, ...]:
@@ -129,21 +132,21 @@ def stop_tokens(source: HfFolder, generation: Mapping[str, Any], special: Mappin
 
     from mhc.interop.folder import GENERATION
 
-    found: list[int] = []
+    stops: list[int] = []
     for name, described in (("config.json", source.config), (GENERATION, generation)):
         given = described.get("eos_token_id")
         ids = given if isinstance(given, list) else [] if given is None else [given]
         if not all(isinstance(one, int) and not isinstance(one, bool) for one in ids):
             raise UserError(f"{source.path / name}: eos_token_id: given {given!r}, allowed: an id, or a list of ids")
-        found += [one for one in ids if one >= 0]  # -1: none
+        stops += [one for one in ids if one >= 0]  # -1: none
     if "eos_token" in special:
         named = library.Tokenizer.from_file(str(source.path / TOKENIZER)).token_to_id(special["eos_token"])
-        found += [] if named is None else [named]
-    return tuple(dict.fromkeys(found))
+        stops += [] if named is None else [named]
+    return tuple(dict.fromkeys(stops))
 
 
 def main(arguments: Sequence[str]) -> int:
-    """The program: 0 when the run folder is there. Raises UserError for a user's mistake."""
+    """Run the program; return 0 when the run folder is there. Raises UserError for a user's mistake."""
     parser = cli.Parser(
         description="Make a run folder of a Hugging Face model: config.json and safetensors.",
         example="{prog} models/llama --workdir runs/llama --config.data.source='text:corpus/*.txt'",

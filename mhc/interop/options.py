@@ -1,4 +1,4 @@
-"""A config.json of somebody else, read option by option: what nobody asked for is refused, not passed over."""
+"""Read a config.json of another project option by option: an option that no reader asked for is refused."""
 
 from __future__ import annotations
 
@@ -45,14 +45,16 @@ class Options:
         raise UserError(f"config.json of {self.family}: {self._under}{name}: given {given}, allowed: {allowed}")
 
     def take(self, *names: str, default: Any = None, null: Any = None) -> Any:
-        """The value under the first of the names that has one; ``null`` where one is there as null, ``default`` where
-        none is there."""
+        """Return the value under the first name that is present, or ``default`` if none is.
+
+        A value of null gives ``null``.
+        """
         self._asked |= set(names)
         there = [self._raw[name] for name in names if name in self._raw]
         return next((value for value in there if value is not None), null if there else default)
 
     def _size(self, names: Sequence[str], default: Any, null: Any, kind: str) -> tuple[str, Any]:
-        """(name, value) as ``take``, of a number. Refuses two names of one thing that say different things."""
+        """Return (name, value) of a number, as ``take`` finds it; refuse two names of one thing that differ."""
         value = self.take(*names, default=default, null=null)
         name = next((name for name in names if self._raw.get(name) is not None), names[0])
         if value is REFUSED:
@@ -72,13 +74,13 @@ class Options:
         return int(value) if whole and value == int(value) else self.refuse(name, value, kind)
 
     def number(self, *names: str, default: float | None = None, null: Any = REFUSED) -> float:
-        """A finite number."""
+        """Return a finite number."""
         name, value = self._size(names, default, null, "a number")
         finite = isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 1e300
         return float(value) if finite else self.refuse(name, value, "a number")
 
     def flag(self, name: str, default: bool) -> bool:
-        """True or False, which null is too."""
+        """Return True or False, which null is too."""
         value = self.take(name, default=default, null=False)
         return value if isinstance(value, bool) else self.refuse(name, value, "true or false")
 
@@ -92,7 +94,7 @@ class Options:
             self.refuse(name, value, f"{wanted!r}: {why}")
 
     def choice(self, name: str, choices: Mapping[str, str], default: str) -> str:
-        """What one of the choices stands for."""
+        """Return what one of the choices stands for."""
         value = self.take(name, default=default)
         known = isinstance(value, str) and value in choices
         return choices[value] if known else self.refuse(name, value, " or ".join(choices))

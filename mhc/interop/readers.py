@@ -1,4 +1,4 @@
-"""What each family's config.json means as groups of our config, and how a Config of ours is written as one.
+"""Translate each family's config.json into groups of our config, and a Config of ours back.
 
 The defaults are what absence means to the family's own class.
 """
@@ -124,8 +124,11 @@ def _llama_like(
     theta: float = 1e4,
     eps: float = 1e-6,
 ) -> Groups:
-    """What the families share; the arguments are what an absent option means. A null of ``num_key_value_heads`` and
-    ``head_dim`` means what follows from the heads and the width, in every family."""
+    """Return the groups that the families share; the arguments are what an absent option means.
+
+    A null of ``num_key_value_heads`` or ``head_dim`` means what follows from the heads and the width, in every
+    family.
+    """
     heads, width = o.count("num_attention_heads", default=32), o.count("hidden_size", default=4096)
     longest = o.count("max_position_embeddings", default=longest)
     positions, _ = read_rope(o, theta=theta, longest=longest)
@@ -180,7 +183,7 @@ def write_llama(config: Config) -> dict[str, Any]:
 
 
 def _window(o: Options, default: int | None) -> int | None:
-    """Tokens of the window, None for null; ``default`` where the option is absent."""
+    """Return the tokens of the window, None for null; ``default`` where the option is absent."""
     return None if o.take("sliding_window", default=default) is None else o.count("sliding_window", default=default)
 
 
@@ -208,7 +211,7 @@ def read_qwen3(o: Options) -> Groups:
 
 
 def _windows(o: Options, kinds: Any, window: int | None, layers: int) -> dict[str, Any]:
-    """Window and period of the layers that see everything, from the kind of every layer."""
+    """Return window and period of the layers that see everything, from the kind of every layer."""
     known = isinstance(kinds, list) and len(kinds) == layers
     if not known or not all(kind in ("sliding_attention", "full_attention") for kind in kinds):
         o.refuse("layer_types", kinds, f"{layers} of full_attention and sliding_attention")

@@ -1,4 +1,4 @@
-"""Rotary positions of a config.json as a group of ours, and back: one way for all families that rotate."""
+"""Translate the rotary positions of a config.json into a group of ours, and back, for all families that rotate."""
 
 from __future__ import annotations
 
@@ -14,8 +14,11 @@ def mscale(factor: float, by: float) -> float:
 
 
 def read_rope(o: Options, *, theta: float, longest: int) -> tuple[dict[str, Any], float]:
-    """(positions group, factor of attention's logits), from ``rope_parameters`` or ``rope_theta`` and
-    ``rope_scaling``; ``theta``: what absence means. Inside of these a null is mostly what absence is."""
+    """Return (positions group, factor of attention's logits) of a config.json.
+
+    They come from ``rope_parameters``, or from ``rope_theta`` and ``rope_scaling``; ``theta`` is what absence means.
+    Inside of these a null is mostly what absence is.
+    """
     old, new = o.mapping("rope_scaling"), o.mapping("rope_parameters")
     given = {**old, **new}
     under = "rope_parameters." if new else "rope_scaling."

@@ -1,4 +1,4 @@
-"""The safetensors format: eight bytes that count a JSON header, the header, and the tensors one behind the other.
+"""Read and write the safetensors format: eight bytes that count a JSON header, the header, and the tensors in a row.
 
 Files are read tensor by tensor with ordinary reads, not mapped: what was read and dropped does not count as memory in
 use. The format is small enough that refusing a damaged file in words is most of the work.
@@ -26,7 +26,7 @@ _LARGEST_HEADER = 100_000_000  # bytes; the format's own limit
 
 
 class Entry(NamedTuple):
-    """One tensor of a file."""
+    """Describes one tensor of a file."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -35,7 +35,7 @@ class Entry(NamedTuple):
 
 
 class SafetensorsFile:
-    """A file whose header was read and checked against its size.
+    """Reads a file whose header was checked against its size.
 
     Raises:
       UserError: unreadable, truncated, or a header that does not describe the rest of the file.
@@ -91,7 +91,7 @@ class SafetensorsFile:
             raise UserError(f"{self.path}: {name} is {self.entries[name].dtype}, allowed: {', '.join(FLOATS)}")
 
     def read(self, name: str) -> np.ndarray:
-        """One tensor as float32, C order.
+        """Return one tensor as float32, C order.
 
         Raises:
           UserError: its dtype is not one of FLOATS.
@@ -110,7 +110,7 @@ class SafetensorsFile:
 
 
 def widen(raw: np.ndarray, dtype: str) -> np.ndarray:
-    """float32 of the bytes of little-endian numbers of one of FLOATS."""
+    """Return little-endian numbers of one of FLOATS, given as bytes, as float32."""
     if dtype == "BF16":  # the upper half of a float32
         return (raw.view("<u2").astype("<u4") << 16).view("<f4")
     return raw.view({"F32": "<f4", "F16": "<f2"}[dtype]).astype(np.float32, copy=False)
@@ -122,7 +122,7 @@ def write(
     tensor: Callable[[str], np.ndarray],
     metadata: Mapping[str, str] | None = None,
 ) -> None:
-    """A file of float32 tensors in the order of their names, fetched one after the other.
+    """Write a file of float32 tensors in the order of their names, fetched one after the other.
 
     The layout is that of the reference implementation, byte for byte: header padded with spaces to a multiple of 8.
     """

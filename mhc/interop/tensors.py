@@ -1,4 +1,4 @@
-"""Which tensor of a family is which part of our parameters, in both directions.
+"""Map the tensors of a family to parts of our parameters, in both directions.
 
 A ``Part`` shows a tensor, or a piece of it, in the layout of ours as a numpy *view*: reading copies from the view,
 writing copies into it. So each correspondence is stated once, and what was read comes back bit for bit.
@@ -23,7 +23,7 @@ View = Callable[[np.ndarray], np.ndarray]
 
 
 class Part(NamedTuple):
-    """A place in our parameters and what of a tensor stands there."""
+    """Describes a place in our parameters and what of a tensor stands there."""
 
     path: str  # a/b/c
     at: Index  # of the leading axes; the others whole
@@ -31,7 +31,7 @@ class Part(NamedTuple):
 
 
 class Tensor(NamedTuple):
-    """A tensor of a family."""
+    """Describes a tensor of a family."""
 
     name: str
     shape: tuple[int, ...]
@@ -40,7 +40,7 @@ class Tensor(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """What differs between sources of one family."""
+    """Describes what differs between sources of one family."""
 
     family: str
     bare: bool = False  # names without the family's prefix
@@ -50,7 +50,7 @@ class Layout:
 
 
 def layout(family: Family, raw: Mapping[str, object], names: Iterable[str]) -> Layout:
-    """The layout that a source's config and names show."""
+    """Return the layout that a source's config and names show."""
     known = set(names)
     return Layout(
         family.name,
@@ -69,22 +69,22 @@ def _whole(w: np.ndarray) -> np.ndarray:
 
 
 def _linear(w: np.ndarray) -> np.ndarray:
-    """[out, in] -> [in, out]."""
+    """Return [out, in] as [in, out]."""
     return w.T
 
 
 def _into_heads(heads: int) -> View:
-    """[H K, D] -> [D, H, K], or a bias [H K] -> [H, K]."""
+    """Return the view of [H K, D] as [D, H, K], or of a bias [H K] as [H, K]."""
     return lambda w: w.reshape(heads, -1, *w.shape[1:]).transpose(*((2, 0, 1) if w.ndim == 2 else (0, 1)))
 
 
 def _from_heads(heads: int) -> View:
-    """[D, H K] -> [H, K, D]."""
+    """Return the view of [D, H K] as [H, K, D]."""
     return lambda w: w.reshape(w.shape[0], heads, -1).transpose(1, 2, 0)
 
 
 class _Plan:
-    """Tensors, gathered layer by layer."""
+    """Gathers tensors layer by layer."""
 
     def __init__(self, config: Config, layout: Layout):
         self.config, self.layout, self.family = config, layout, FAMILIES[layout.family]
@@ -95,7 +95,7 @@ class _Plan:
         self.tensors[name] = Tensor(name, shape, parts)
 
     def place(self, layer: int) -> tuple[str, int]:
-        """(stack of our parameters, number in it) of a layer."""
+        """Return (stack of our parameters, number in it) of a layer."""
         leading = self.config.leading_layers
         return ("leading_blocks", layer) if layer < leading else ("blocks", layer - leading)
 
@@ -107,14 +107,14 @@ class _Plan:
     def linear(
         self, name: str, path: str, shape: tuple[int, int], index: Index, view: View = _linear, bias: View | None = None
     ) -> None:
-        """A matrix [out, in], with a bias [out] where ``bias`` shows it."""
+        """Add a matrix [out, in], with a bias [out] where ``bias`` shows it."""
         self.add(f"{name}.weight", shape, Part(path, index, view))
         if bias is not None:
             self.add(f"{name}.bias", shape[:1], Part(f"{path}_bias", index, bias))
 
 
 def plan(config: Config, layout: Layout) -> dict[str, Tensor]:
-    """Every tensor of a family's model, by name. ``config`` is resolved."""
+    """Return every tensor of a family's model, by name. ``config`` is resolved."""
     p = _Plan(config, layout)
     model, vocab, width = p.prefix, config.vocab_size, config.model.width
     p.add(model + p.family.embedding, (vocab, width), Part("embed/table", (), _whole))
@@ -167,8 +167,8 @@ def _bloom_layer(p: _Plan, layer: int) -> None:
 
     def of(which: int) -> View:  # [H 3 K, D] -> [D, H, K], and a bias [H 3 K] -> [H, K]
         def view(w: np.ndarray) -> np.ndarray:
-            one = w.reshape(h, 3, -1, *w.shape[1:])[:, which]
-            return one.transpose(2, 0, 1) if w.ndim == 2 else one
+            chosen = w.reshape(h, 3, -1, *w.shape[1:])[:, which]
+            return chosen.transpose(2, 0, 1) if w.ndim == 2 else chosen
 
         return view
 
@@ -182,7 +182,7 @@ def _bloom_layer(p: _Plan, layer: int) -> None:
 
 
 def _llama_layer(p: _Plan, layer: int) -> None:
-    """llama, mistral, qwen3, mixtral, deepseek_v3."""
+    """Add a layer of llama, mistral, qwen3, mixtral or deepseek_v3."""
     stack, i = p.place(layer)
     config, d = p.config, p.config.model.width
     name, attention, mlp = f"{p.prefix}layers.{layer}", f"{stack}/attention", f"{stack}/mlp"
@@ -216,7 +216,7 @@ def _latent_attention(p: _Plan, name: str, path: str, i: int) -> None:
     h, size, rotary, rank, values = a.heads, config.head_dim, config.rope_dim, a.kv_rank, config.value_dim
 
     def halves(path: str, before: tuple[slice, ...], first: int, of: View) -> tuple[Part, ...]:
-        """The last axis of ours from ``first`` on: as it stands, and then the rotary part, pairs (i, i + R/2) there."""
+        """Return the parts of our last axis from ``first`` on: plain ones, then rotary pairs (i, i + R/2)."""
         end, half = first + rotary, first + rotary // 2
         pieces = [(slice(0, first), slice(0, first))]
         if p.layout.interleaved:
@@ -298,14 +298,17 @@ _NEXT = re.compile(
 
 
 def ignored(name: str, config: Config, raw: Mapping[str, object]) -> bool:
-    """Whether a tensor is none of the model's weights: an old file's buffer, or of a layer that predicts further
-    tokens, which is no part of the function from tokens to logits."""
+    """Return whether a tensor is none of the model's weights.
+
+    Such are an old file's buffers, and the layers that predict further tokens, which are no part of the function
+    from tokens to logits.
+    """
     if _BUFFERS.search(name):
         return True
-    more, found = raw.get("num_nextn_predict_layers"), _NEXT.match(name)
-    if not isinstance(more, int) or found is None or raw.get("model_type") != "deepseek_v3":
+    more, match = raw.get("num_nextn_predict_layers"), _NEXT.match(name)
+    if not isinstance(more, int) or match is None or raw.get("model_type") != "deepseek_v3":
         return False
-    return config.model.layers <= int(found[2]) < config.model.layers + more
+    return config.model.layers <= int(match[2]) < config.model.layers + more
 
 
 def check(wanted: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]], where: str) -> None:
@@ -320,8 +323,8 @@ def check(wanted: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]], w
         for name, tensor in wanted.items()
         if name in shapes and shapes[name] != tensor.shape
     ]
-    found = (("missing", missing), ("not of this model", extra), ("of another shape", bent))
-    problems = [f"{len(names)} {what}: {listed(names)}" for what, names in found if names]
+    faults = (("missing", missing), ("not of this model", extra), ("of another shape", bent))
+    problems = [f"{len(names)} {what}: {listed(names)}" for what, names in faults if names]
     if problems:
         raise UserError(f"{where}: tensors do not fit config.json: {'; '.join(problems)}")
 
@@ -333,13 +336,13 @@ def fill(target: np.ndarray, corner: tuple[int, ...], part: Part, tensor: np.nda
     index = (*part.at, *[slice(None)] * (target.ndim - len(part.at)))
     view = part.view(tensor)
     axis = 0
-    for one, begin, size in zip(index, corner, target.shape, strict=True):
-        if isinstance(one, int):
-            if not begin <= one < begin + size:
+    for entry, begin, size in zip(index, corner, target.shape, strict=True):
+        if isinstance(entry, int):
+            if not begin <= entry < begin + size:
                 return
-            place.append(one - begin)
+            place.append(entry - begin)
             continue
-        start = one.start or 0
+        start = entry.start or 0
         low, high = max(start, begin), min(start + view.shape[axis], begin + size)
         if low >= high:
             return
@@ -350,10 +353,10 @@ def fill(target: np.ndarray, corner: tuple[int, ...], part: Part, tensor: np.nda
 
 
 def touches(part: Part, corner: tuple[int, ...], size: tuple[int, ...]) -> bool:
-    """Whether a part lies in the box, as far as its index says."""
-    for one, begin, length in zip(part.at, corner, size, strict=False):
-        low = one if isinstance(one, int) else one.start or 0
-        if isinstance(one, int) and not begin <= low < begin + length:
+    """Return whether a part lies in the box, as far as its index says."""
+    for entry, begin, length in zip(part.at, corner, size, strict=False):
+        low = entry if isinstance(entry, int) else entry.start or 0
+        if isinstance(entry, int) and not begin <= low < begin + length:
             return False
         if low >= begin + length:
             return False
@@ -361,7 +364,7 @@ def touches(part: Part, corner: tuple[int, ...], size: tuple[int, ...]) -> bool:
 
 
 def compose(tensor: Tensor, leaf: Callable[[str], np.ndarray]) -> np.ndarray:
-    """The tensor [shape], float32, from our parameters by path."""
+    """Return the tensor [shape], float32, from our parameters by path."""
     out = np.empty(tensor.shape, np.float32)
     for part in tensor.parts:
         view = part.view(out)
