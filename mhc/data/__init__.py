@@ -1,4 +1,4 @@
-"""Data: sources, tokenisers, packing, and the pipeline that turns them into batches."""
+"""Turn a corpus into batches: sources, tokenisers, packing, and the pipeline over them."""
 
 from mhc.extras import require_train
 

@@ -1,4 +1,4 @@
-"""What a run reads: packed batches in clear, and statistics of the corpus.
+"""Show what a run reads: packed batches in clear, and statistics of the corpus.
 
     python -m mhc.data.inspect --config configs/demo.py --config.data.source='text:corpus/*.txt'
     python -m mhc.data.inspect --config configs/demo.py --split validation --rows 1 --places
@@ -37,7 +37,7 @@ WIDTH = 100  # characters of a segment's text that are shown, half from each end
 
 
 class Segment(NamedTuple):
-    """A stretch of one document within a row."""
+    """Describes a stretch of one document within a row."""
 
     first: int  # place in the row
     last: int
@@ -47,7 +47,7 @@ class Segment(NamedTuple):
 
 
 def spelled(tokenizer: Tokenizer, ids: np.ndarray) -> str:
-    """The text of ids, with ⟨bos⟩ and ⟨eos⟩ where they are."""
+    """Return the text of ids, with ⟨bos⟩ and ⟨eos⟩ where they are."""
     names = {tokenizer.eos_id: "⟨eos⟩", tokenizer.bos_id: "⟨bos⟩"}
     (marks,) = np.nonzero(np.isin(ids, list(names)))
     out = []
@@ -57,9 +57,9 @@ def spelled(tokenizer: Tokenizer, ids: np.ndarray) -> str:
 
 
 def segments(tokenizer: Tokenizer, batch: Batch, row: int) -> list[Segment]:
-    """Of a row, in order; padding is none."""
+    """Return the segments of a row, in order; padding is none."""
     ids = batch["segment_ids"][row]
-    found = []
+    stretches = []
     for number in np.unique(ids[ids > 0]):
         (places,) = np.nonzero(ids == number)
         first, last = int(places[0]), int(places[-1])
@@ -67,12 +67,12 @@ def segments(tokenizer: Tokenizer, batch: Batch, row: int) -> list[Segment]:
         positions = batch["positions"][row, [first, last]]
         counted = int((batch["weights"][row, places] > 0).sum())
         ends = (int(positions[0]), int(positions[1]))
-        found.append(Segment(first, last, ends, counted, spelled(tokenizer, tokens)))
-    return found
+        stretches.append(Segment(first, last, ends, counted, spelled(tokenizer, tokens)))
+    return stretches
 
 
 def read(config: Config, split: Split, batches: int) -> Iterator[tuple[str, Batch]]:
-    """The first batches of training, or of each validation set one after the other; each with its set's name or ""."""
+    """Yield the first batches of training, or of each validation set in turn, each with its set's name or ""."""
     tokenizer, size = tokenizers.load(config.data.tokenizer), config.train.batch_size
     if split == "train":
         data = dataclasses.replace(config.data, workers=0)  # a few batches: sooner read than processes started
@@ -86,16 +86,16 @@ def read(config: Config, split: Split, batches: int) -> Iterator[tuple[str, Batc
     sets = pipeline.validation_sets(
         config.data, tokenizer, batch_size=size, count=config.validation_rows, spread=spread
     )
-    for name, of in sets.items():
-        print(of.said(name))
-        yield from ((name, batch) for batch in itertools.islice(of, batches))
+    for name, rows in sets.items():
+        print(rows.said(name))
+        yield from ((name, batch) for batch in itertools.islice(rows, batches))
 
 
 # Statistics -----------------------------------------------------------------------------------------------------------
 
 
 class Lengths(NamedTuple):
-    """Of the documents that were read."""
+    """Holds the lengths of the documents that were read."""
 
     documents: int  # of the split
     tokens: np.ndarray  # of each document read: bos left out, eos counted
@@ -104,7 +104,7 @@ class Lengths(NamedTuple):
 
 
 def lengths(config: Config, split: Split, most: int, tell: Any = lambda done, total: None) -> Lengths:
-    """Of ``most`` documents, evenly over the split; 0: of all."""
+    """Measure ``most`` documents, evenly over the split; 0: all."""
     tokenizer = tokenizers.load(config.data.tokenizer)
     source = open_corpus(config.data, tokenizer, split)
     encode = encoder(source, tokenizer)
@@ -120,7 +120,7 @@ def lengths(config: Config, split: Split, most: int, tell: Any = lambda done, to
 
 
 def statistics(found: Lengths, batches: Sequence[Batch], config: Config) -> dict[str, Any]:
-    """What is said of a split; numbers of tokens and bytes are of the documents that were read."""
+    """Return the statistics of a split; numbers of tokens and bytes are of the documents that were read."""
     tokens = found.tokens
     places = sum(batch["weights"].size for batch in batches)
     filled = sum(int((batch["segment_ids"] > 0).sum()) for batch in batches)
@@ -164,23 +164,23 @@ def statistics(found: Lengths, batches: Sequence[Batch], config: Config) -> dict
 def describe_row(
     tokenizer: Tokenizer, batch: Batch, number: int, row: int, names: Sequence[str], of_set: str = ""
 ) -> Iterator[str]:
-    """Lines on a row of batch ``number``; ``names`` are those of a mixture's sources."""
+    """Yield lines on a row of batch ``number``; ``names`` are those of a mixture's sources."""
     where = f"set {of_set}, " if of_set else ""
-    of = f", of {names[int(batch['sources'][row])]}" if "sources" in batch else ""
-    found = segments(tokenizer, batch, row)
+    of_source = f", of {names[int(batch['sources'][row])]}" if "sources" in batch else ""
+    stretches = segments(tokenizer, batch, row)
     padding = int((batch["segment_ids"][row] == 0).sum())
-    yield f"{where}batch {number}, row {row}{of}: {len(found)} segment(s), {padding} places of padding"
-    for index, one in enumerate(found, start=1):
-        text = one.text if len(one.text) <= WIDTH else f"{one.text[: WIDTH // 2]} … {one.text[-WIDTH // 2 :]}"
-        whole = "all count" if one.counted == one.last - one.first + 1 else f"{one.counted} count"
+    yield f"{where}batch {number}, row {row}{of_source}: {len(stretches)} segment(s), {padding} places of padding"
+    for index, s in enumerate(stretches, start=1):
+        text = s.text if len(s.text) <= WIDTH else f"{s.text[: WIDTH // 2]} … {s.text[-WIDTH // 2 :]}"
+        whole = "all count" if s.counted == s.last - s.first + 1 else f"{s.counted} count"
         yield (
-            f"  segment {index}: places {one.first}–{one.last}, positions {one.positions[0]}–{one.positions[1]}, "
+            f"  segment {index}: places {s.first}–{s.last}, positions {s.positions[0]}–{s.positions[1]}, "
             f"{whole}: {text!r}"
         )
 
 
 def describe_places(tokenizer: Tokenizer, batch: Batch, row: int) -> Iterator[str]:
-    """A line for each place of a row."""
+    """Yield a line for each place of a row."""
     yield "  place segment position   input  target  bytes  weight"
     for place in range(batch["tokens"].shape[1]):
         token, target = (np.array([batch[name][row, place]]) for name in ("tokens", "targets"))
@@ -195,9 +195,9 @@ def describe_places(tokenizer: Tokenizer, batch: Batch, row: int) -> Iterator[st
 
 
 def report(said: dict[str, Any], config: Config) -> Iterator[str]:
-    """Lines on the statistics."""
+    """Yield lines on the statistics."""
     some = "" if said["documents_read"] == said["documents"] else f" ({said['documents_read']:,} of them read)"
-    of = said["tokens_of_a_document"]
+    sizes = said["tokens_of_a_document"]
     yield (
         f"{said['documents']:,} documents{some}: {said['tokens']:,} tokens, {said['bytes']:,} bytes, "
         f"{said['bytes_per_token']:.3f} bytes a token"
@@ -205,20 +205,20 @@ def report(said: dict[str, Any], config: Config) -> Iterator[str]:
     name = config.data.tokenizer
     yield reason(said["bytes_lost"], name) or share_said(said["bytes_lost"], name)
     yield (
-        f"tokens of a document: mean {of['mean']:,.1f}, 5 % {of['p5']:,.0f}, median {of['p50']:,.0f}, "
-        f"95 % {of['p95']:,.0f}, longest {of['max']:,}; longer than a row: {said['longer_than_a_row']:.1%}"
+        f"tokens of a document: mean {sizes['mean']:,.1f}, 5 % {sizes['p5']:,.0f}, median {sizes['p50']:,.0f}, "
+        f"95 % {sizes['p95']:,.0f}, longest {sizes['max']:,}; longer than a row: {said['longer_than_a_row']:.1%}"
     )
-    most = max(one["documents"] for one in said["histogram"])
-    for one in said["histogram"]:
-        bar = "█" * math.ceil(40 * one["documents"] / most)
-        yield f"  {one['from']:>9,} to {one['below'] - 1:>9,}  {one['documents']:>9,}  {bar}"
+    most = max(entry["documents"] for entry in said["histogram"])
+    for entry in said["histogram"]:
+        bar = "█" * math.ceil(40 * entry["documents"] / most)
+        yield f"  {entry['from']:>9,} to {entry['below'] - 1:>9,}  {entry['documents']:>9,}  {bar}"
     yield f"in {said['batches']} batch(es): padding {said['padding']:.2%}, targets that count {said['counted']:.2%}"
-    for name, one in (said["sources"] or {}).items():
-        yield f"  {name}: {one['share']:.2%} of the rows, weight {one['weight']:.2%}"
+    for name, entry in (said["sources"] or {}).items():
+        yield f"  {name}: {entry['share']:.2%} of the rows, weight {entry['weight']:.2%}"
 
 
 def main(arguments: Sequence[str]) -> int:
-    """The command line; returns the exit code. Raises UserError for a mistake."""
+    """Run the command line; return the exit code. Raises UserError for a mistake."""
     parser = cli.Parser(
         description="Show packed batches and statistics of a corpus.",
         example="{prog} --config configs/demo.py --config.data.source='text:corpus/*.txt'",
@@ -259,17 +259,17 @@ def main(arguments: Sequence[str]) -> int:
     each = {"": config}
     if options.split == "validation":
         each = {one.name: dataclasses.replace(config, data=own) for one, own in parts(config.data, "validation")}
-    said = {
+    by_set = {
         name: statistics(lengths(own, options.split, options.documents, tell), batches.get(name, []), config)
         for name, own in each.items()
     }
-    for name, of in said.items():
-        print("\n".join([*([f"set {name}:"] if name else []), *report(of, config)]))
+    for name, figures in by_set.items():
+        print("\n".join([*([f"set {name}:"] if name else []), *report(figures, config)]))
     if options.json:
         from mhc.files import write_json
 
-        found = said.get("", {"sets": said})
-        write_json(options.json, {"split": options.split, "sequence_length": config.data.sequence_length, **found})
+        described = by_set.get("", {"sets": by_set})
+        write_json(options.json, {"split": options.split, "sequence_length": config.data.sequence_length, **described})
     return 0
 
 

@@ -1,4 +1,4 @@
-"""The input pipeline: source → shuffle → repeat → tokenise → pack → batch, on grain.
+"""Run the input pipeline: source → shuffle → repeat → tokenise → pack → batch, on grain.
 
 Order. The documents of the training split, long ones in pieces, are shuffled anew each epoch, and the epochs follow one
 another without end: one global order. Row r of a batch of B rows is a stream of its own over the positions r, r + B,
@@ -62,7 +62,7 @@ _OPTIONAL = ("sequence_length", "holdout")  # not in older states, nor where a s
 
 
 class TrainIterator:
-    """Endless batches with a state; make it with `train_iterator`.
+    """Iterates over endless batches with a state; make it with `train_iterator`.
 
     ``close()`` ends the thread and the processes that prepare batches; it may be called again, and is at exit if it was
     not before.
@@ -114,11 +114,11 @@ class TrainIterator:
         return self
 
     def __next__(self) -> Batch:
-        """The next batch: this process' rows. Raises UserError when the source finds a document that it cannot read."""
+        """Return the next batch, the rows of this process. Raises UserError for a document that cannot be read."""
         return next(self._batches)
 
     def get_state(self) -> dict[str, Any]:
-        """What the batches handed out so far have consumed, for JSON; batches prepared ahead do not count."""
+        """Return the state after the batches handed out so far, for JSON; batches prepared ahead do not count."""
         state = self._batches.get_state()
         places = {name: state[name].tolist() for name in PLACES}
         batches = {} if self._assign is None else {"batches": int(state["batches"])}
@@ -130,16 +130,16 @@ class TrainIterator:
         return {one.label: one.file_sizes for one in sources if isinstance(one, TextFiles | TokenFiles)}
 
     def describe(self, state: dict[str, Any]) -> list[dict[str, Any]]:
-        """Where each row of the batch after ``state`` begins: row, document (file and place), offset in its piece."""
-        found = []
+        """Return where each row of the batch after ``state`` begins: row, document (file and place), offset."""
+        begins = []
         for row, position, offset in zip(_rows(state), state["position"], state["offset"], strict=True):
             number = 0
             if self._assign is not None:
                 number = self._assign(state["batches"], row)
                 position, offset = position[number], offset[number]
             order = self._orders[number]
-            found.append({"row": row, "document": order.name(position), "offset": offset})
-        return found
+            begins.append({"row": row, "document": order.name(position), "offset": offset})
+        return begins
 
     def set_state(
         self, state: dict[str, Any], remedy: str = "restore what it was, or begin a new run with train.init_from"
@@ -181,7 +181,7 @@ def train_iterator(
     seed: int,
     rows: Sequence[int] | None = None,
 ) -> TrainIterator:
-    """Training batches of ``data.sequence_length`` tokens a row: the ``rows`` of a global batch of ``batch_size``.
+    """Return batches of ``data.sequence_length`` tokens a row: the ``rows`` of a global batch of ``batch_size``.
 
     ``rows`` is None for all of them, or `mhc.sharding.local_rows` where processes share the batch. Every weight is 1:
     training has no padding. Raises UserError for a corpus that cannot be read, is empty or shorter than a sequence, and
@@ -192,7 +192,7 @@ def train_iterator(
 
 
 def merge_states(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The state of the whole batch from those of all processes, in any order; some may hold the same rows.
+    """Return the state of the whole batch from those of all processes, in any order; some may hold the same rows.
 
     Raises ValueError where rows are missing.
     """
@@ -219,7 +219,7 @@ def _rows(state: dict[str, Any]) -> Sequence[int]:
 
 
 class ValidationBatches:
-    """The fixed validation set, iterable again and again; make it with `validation_batches` or `validation_sets`.
+    """Iterates over the fixed validation set; make it with `validation_batches` or `validation_sets`.
 
     Rows that are spread are kept once they were made (up to 256 MB): each costs a document that is tokenised.
     """
@@ -247,20 +247,20 @@ class ValidationBatches:
 
     @functools.cached_property
     def lost(self) -> float:
-        """The share of the text's bytes that the tokeniser loses, by `mhc.data.corpus.fidelity`."""
+        """Return the share of the text's bytes that the tokeniser loses, by `mhc.data.corpus.fidelity`."""
         return share_lost(self._source, self._tokenizer)
 
     def said(self, name: str = "") -> str:
         """Return a line on how much of the set is read; rows are made for that, unless they are all."""
-        of = f"validation set {name}" if name else "validation"
+        kind = f"validation set {name}" if name else "validation"
         if not self._count:
-            return f"{of}: all of its {len(self._source):,} document(s)"
+            return f"{kind}: all of its {len(self._source):,} document(s)"
         if not self.documents:
             for _ in self:
                 pass
         return (
-            f"{of}: {self.made:,} row(s) of {self._length:,} tokens touch {self.documents:,} of {len(self._source):,} "
-            "document(s)"
+            f"{kind}: {self.made:,} row(s) of {self._length:,} tokens touch {self.documents:,} of "
+            f"{len(self._source):,} document(s)"
         )
 
     def __iter__(self) -> Iterator[Batch]:
@@ -291,15 +291,15 @@ class ValidationBatches:
             sizes=sizes,
             spread=self._spread,
         )
-        made, more = 0, True
+        filled_rows, more = 0, True
         while more:
             batch, filled = empty_batch(self._batch_size, self._length), 0
             while filled < self._batch_size and (more := stream.next_row() and fill_row(batch, filled, stream)):
                 filled += 1
-            made += filled
+            filled_rows += filled
             if filled:
                 yield batch
-        self.documents, self.made = len(stream.touched), made
+        self.documents, self.made = len(stream.touched), filled_rows
 
 
 _KEPT = 1 << 24  # tokens of validation rows that are kept, at some 10 bytes each and at most 16
@@ -320,7 +320,7 @@ def validation_sets(
     spread: bool = False,
     rows: Sequence[int] | None = None,
 ) -> dict[str, ValidationBatches] | dict[str, TaskValidation]:
-    """The validation sets by name, each of at most ``batches`` batches (0: all of it); one alone is called "".
+    """Return the validation sets by name, each of at most ``batches`` batches (0: all); one alone is called "".
 
     ``count`` rows in place of ``batches``: the first ones, or ``spread`` by `mhc.data.rows.spread`, whatever the batch
     size. In each the documents are in order, and no token is a target twice; of a whole set every token but bos is one.
@@ -329,9 +329,9 @@ def validation_sets(
     """
     rows = range(batch_size) if rows is None else rows
     count = batches * batch_size if count is None else count
-    made = open_task(data)
-    if made is not None:
-        return {"": TaskValidation(made, batch_size, count, rows)}
+    task = open_task(data)
+    if task is not None:
+        return {"": TaskValidation(task, batch_size, count, rows)}
     return {
         one.name: ValidationBatches(
             open_corpus(own, tokenizer, "validation"), tokenizer, data.sequence_length, batch_size, rows, count, spread
@@ -350,12 +350,12 @@ def validation_batches(
     spread: bool = False,
     rows: Sequence[int] | None = None,
 ) -> ValidationBatches | TaskValidation:
-    """The whole validation split as one set, sets one after the other; else as `validation_sets`."""
+    """Return the whole validation split as one set, sets one after the other; else as `validation_sets`."""
     rows = range(batch_size) if rows is None else rows
     count = batches * batch_size if count is None else count
-    made = open_task(data)
-    if made is not None:
-        return TaskValidation(made, batch_size, count, rows)
+    task = open_task(data)
+    if task is not None:
+        return TaskValidation(task, batch_size, count, rows)
     source = open_corpus(data, tokenizer, "validation")
     return ValidationBatches(source, tokenizer, data.sequence_length, batch_size, rows, count, spread)
 

@@ -32,9 +32,11 @@ def train(data: DataConfig, vocab_size: int, out: str | os.PathLike[str], *, sho
     Raises:
         UserError: the source is not text or cannot be read, or the vocabulary is smaller than the alphabet.
     """
-    for one in shares(data.source):
-        if one.source.startswith(("tokens:", "prepared:")):
-            raise UserError(f"--source: given {one.source!r}, allowed: text, not ids: text:<glob>, stdlib, tfds:<name>")
+    for share in shares(data.source):
+        if share.source.startswith(("tokens:", "prepared:")):
+            raise UserError(
+                f"--source: given {share.source!r}, allowed: text, not ids: text:<glob>, stdlib, tfds:<name>"
+            )
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     if not LEAST <= vocab_size <= MOST:
@@ -59,7 +61,7 @@ def train(data: DataConfig, vocab_size: int, out: str | os.PathLike[str], *, sho
 
 
 def main(arguments: Sequence[str]) -> int:
-    """The program: 0 when the file is written. Raises UserError for a user's mistake."""
+    """Run the program; return 0 when the file is written. Raises UserError for a user's mistake."""
     parser = cli.Parser(
         description="Train a byte-level BPE tokeniser.",
         example="{prog} --source 'text:corpus/*.jsonl' --vocab_size 32000 --out tokenizer.json",

@@ -1,1 +1,1 @@
-"""Corpora: documents with random access, and which of them are held out."""
+"""Read corpora: documents with random access, and which of them are held out."""

@@ -1,4 +1,4 @@
-"""What a tokeniser makes of a corpus: how much of the text it loses, and whether it can encode it at all.
+"""Measure what a tokeniser makes of a corpus: how much of the text it loses, and whether it can encode it at all.
 
 Lost is what ids do not tell: letters and spaces that are dropped, what a normaliser changes, and what becomes the
 unknown id. Bits per byte counts the bytes of the text, so that every byte that is lost is predicted for nothing.
@@ -54,7 +54,7 @@ def share_lost(source: Source, tokenizer: Tokenizer) -> float:
 
 
 def reason(share: float, name: str) -> str | None:
-    """Why bits per byte is withheld, in a clause; None where it is not. ``name``: of the tokeniser."""
+    """Return why bits per byte is withheld, in a clause, or None where it is not. ``name`` is that of the tokeniser."""
     if share <= LIMIT:
         return None
     return f"{said(share, name)}; bits per byte is null above {LIMIT:.1%}"

@@ -1,4 +1,4 @@
-"""Which documents of a corpus are held out for validation: the same wherever the corpus lies."""
+"""Choose which documents of a corpus are held out for validation: the same wherever the corpus lies."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mhc.errors import UserError
 def of_split(
     owner: np.ndarray, number: np.ndarray, names: list[str], holdout: float, split: str, label: str
 ) -> np.ndarray:
-    """bool[n]: which documents are of a split, by `held_out`; at least one, or UserError."""
+    """Return bool[n]: which documents are of a split, by `held_out`. Raises UserError where none is."""
     held = held_out(owner, number, names, holdout)
     wanted = held if split == "validation" else ~held
     if not wanted.any():
@@ -44,7 +44,7 @@ def held_out(owner: np.ndarray, number: np.ndarray, names: list[str], holdout: f
 
 
 def hold_out(count: int, holdout: float, name: str) -> np.ndarray:
-    """bool[count]: which of ``count`` numbered documents of a corpus are held out, by hash."""
+    """Return bool[count]: which of ``count`` numbered documents of a corpus are held out, by hash."""
     score = _mix(np.uint64(_hash(name)) + np.arange(count, dtype=np.uint64))
     return score < np.uint64(holdout * 2**64)
 
@@ -63,5 +63,5 @@ def _mix(value: np.ndarray) -> np.ndarray:
 
 
 def holds_out_files(files: int, holdout: float) -> bool:
-    """Whether whole files are held out, not documents."""
+    """Return whether whole files are held out, not documents."""
     return holdout > 0 and files >= math.ceil(2 / holdout)

@@ -1,4 +1,4 @@
-"""Corpora of the user's own files: ``text:<glob>`` and ``tokens:<glob>``.
+"""Index corpora of the user's own files: ``text:<glob>`` and ``tokens:<glob>``.
 
 Documents. In a ``.jsonl`` file a line is a document, in a ``.parquet`` file a row is. Any other text file is one
 document, and so is a token file unless ``data.end_token`` cuts it; but what is longer than a block is cut into blocks,

@@ -1,4 +1,4 @@
-"""Documents before they are tokenised, cut into the pieces that training reads."""
+"""Cut documents that are not tokenised yet into the pieces that training reads."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _MOST_PIECES = 64  # of a document: each piece costs a reading of the whole
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-    """A document before it is tokenised, or a part of it."""
+    """Holds a document before it is tokenised, or a part of it."""
 
     content: bytes | np.ndarray | Tokenised  # UTF-8 text, or ids
     ends: bool  # whether the document ends here
@@ -27,11 +27,11 @@ class Piece:
 
 
 class Documents(Protocol):
-    """Random access to documents of known sizes; a `mhc.data.corpus.sources.Source` is one."""
+    """Gives random access to documents of known sizes; a `mhc.data.corpus.sources.Source` is one."""
 
     @property
     def sizes(self) -> np.ndarray | None:
-        """int64[n]: about the bytes (ids) of each; None: unknown, and too many to find out."""
+        """Return int64[n]: about the bytes (ids) of each; None: unknown, and too many to find out."""
         ...
 
     def __len__(self) -> int: ...
@@ -42,7 +42,7 @@ class Documents(Protocol):
 
 
 class Pieces:
-    """Documents cut into pieces of about ``size`` bytes or ids (at most 64 pieces each), with random access.
+    """Cuts documents into pieces of about ``size`` bytes or ids (at most 64 pieces each), with random access.
 
     A row stays with its document until that ends. Were long documents left whole, a batch would come from the same few
     for hundreds of steps, and the first batches from their openings alone. Text is cut after a line where one ends
@@ -50,7 +50,7 @@ class Pieces:
     """
 
     def __init__(self, documents: Documents, size: int | None):
-        """Args: ``size``: None leaves every document whole."""
+        """Take the documents to cut; a ``size`` of None leaves every document whole."""
         self._documents = documents
         self._size = size or 0
         self._first: np.ndarray | None = None  # int64[n + 1]: number of each document's first piece
@@ -76,7 +76,7 @@ class Pieces:
         return Piece(content[start:stop], ends, begins, name)
 
     def document(self, index: int) -> int:
-        """The document that a piece is of."""
+        """Return the number of the document that a piece is of."""
         return index if self._first is None else int(np.searchsorted(self._first, index, side="right")) - 1
 
 
@@ -85,7 +85,7 @@ def _always(document: int) -> bool:
 
 
 def piece_size(data: DataConfig) -> int:
-    """Bytes (ids, for tokens:) of 8 sequences: what a document is cut into for training.
+    """Return the size of the pieces that a document is cut into for training: bytes (ids, for tokens:) of 8 sequences.
 
     Short enough for a batch to change its documents every few steps, long enough for few sequences to be broken.
     """
@@ -94,25 +94,25 @@ def piece_size(data: DataConfig) -> int:
 
 
 def count_pieces(sizes: np.ndarray, size: int) -> np.ndarray:
-    """int64[n]: in how many pieces of about ``size`` bytes or ids documents are read."""
+    """Return int64[n]: in how many pieces of about ``size`` bytes or ids documents are read."""
     return np.clip(sizes // size, 1, _MOST_PIECES)
 
 
 def cut_text(content: bytes, parts: int, size: int) -> list[bytes]:
-    """The pieces of a text, as `Pieces` gives them one by one."""
+    """Return the pieces of a text, as `Pieces` gives them one by one."""
     places = [_cut(content, part, parts, size) for part in range(parts + 1)]
     return [content[start:stop] for start, stop in itertools.pairwise(places)]
 
 
 def _cut(content: bytes | np.ndarray, part: int, parts: int, size: int) -> int:
-    """Where a part begins."""
+    """Return where a part begins."""
     place = len(content) * part // parts
     if part in (0, parts) or not isinstance(content, bytes):
         return place
     for mark in (b"\n", b" "):
-        found = content.find(mark, place, place + size // 4)
-        if found >= 0:
-            return found + 1
+        mark_at = content.find(mark, place, place + size // 4)
+        if mark_at >= 0:
+            return mark_at + 1
     while place < len(content) and content[place] & 0xC0 == 0x80:
         place += 1
     return place

@@ -1,4 +1,4 @@
-"""``prepared:<folder>``: a corpus that ``python -m mhc.data.prepare`` tokenised once.
+"""Read ``prepared:<folder>``, a corpus that ``python -m mhc.data.prepare`` tokenised once.
 
 The folder holds
 
@@ -46,7 +46,7 @@ _log = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True)
 class _Shard:
-    """What grain wants to know of a file instead of opening it."""
+    """Stands for a shard's file: it holds what grain asks of a file instead of opening it."""
 
     filename: str
     skip: int
@@ -55,14 +55,14 @@ class _Shard:
 
 
 class Prepared:
-    """A split of a prepared corpus: a `mhc.data.corpus.sources.Source` whose documents are `Tokenised`.
+    """Reads a split of a prepared corpus: a `mhc.data.corpus.sources.Source` whose documents are `Tokenised`.
 
     Raises UserError (at opening) for a folder that is not prepared, or not to the end, whose files are not those of its
     manifest, or whose corpus has changed since.
     """
 
     def __init__(self, data: DataConfig, folder: str, split: str, whole: bool):
-        """Args: ``whole``: ignore the split and take every document."""
+        """Open the folder; ``whole`` ignores the split and takes every document."""
         import grain
 
         self.label = f"prepared:{folder}"
@@ -103,13 +103,13 @@ class Prepared:
                 raise ValueError("the number of ids is another than in the table")
         except (RuntimeError, ValueError, IndexError) as error:
             shard = self.manifest["shards"][int(np.searchsorted(self._first, record, side="right")) - 1]["name"]
-            said = str(error).splitlines()[0] if str(error) else type(error).__name__
-            if "Too many open files" in said:
+            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+            if "Too many open files" in reason:
                 raise UserError(
                     f"{self.label}: {shard}.array_record cannot be opened: too many open files; raise ulimit -n above "
                     f"the number of shards, {len(self.manifest['shards'])}, or prepare it with a larger --shard_size"
                 ) from None
-            raise self._damaged(f"{shard}.array_record", said) from None
+            raise self._damaged(f"{shard}.array_record", reason) from None
         return document
 
     def _table_of(self, shard: dict[str, Any]) -> np.ndarray:
@@ -129,19 +129,19 @@ class Prepared:
 
     @functools.cached_property
     def sizes(self) -> np.ndarray:
-        """int64[n]: bytes that each document takes in its file, as the text itself would have it."""
+        """Return int64[n]: bytes that each document takes in its file, as the text itself would have it."""
         return self._table["stop"] - self._table["start"]
 
     def ends(self, index: int) -> bool:
-        """Whether document i is more than a block of one that goes on."""
+        """Return whether document i ends here: it is whole, or the last block of one."""
         return bool(self._table["ends"][index])
 
     def begins(self, index: int) -> bool:
-        """Whether document i is no later block of one."""
+        """Return whether document i begins here: it is whole, or the first block of one."""
         return is_lines(self._names[self._table[index]["file"]]) or not self._table[index]["number"]
 
     def name(self, index: int) -> str:
-        """File of the corpus, and line, row or bytes."""
+        """Return the file of the corpus, and the line, row or bytes."""
         row = self._table[index]
         name = self._names[row["file"]]
         if is_parquet(name):
@@ -171,7 +171,7 @@ class Prepared:
 
 
 def _local(folder: str, content: bytes, manifest: dict[str, Any], data: DataConfig) -> Path:
-    """The folder, or its copy in the cache directory where it is in a store; its shards have their sizes."""
+    """Return the folder, or its copy in the cache directory where it is in a store; its shards have their sizes."""
     place = remote.path(os.path.expanduser(folder))
     where = place
     if not isinstance(place, Path):
@@ -193,7 +193,7 @@ def _local(folder: str, content: bytes, manifest: dict[str, Any], data: DataConf
 
 
 def _damaged(label: str, file: Path, why: str) -> UserError:
-    """Of a shard's file; of a copy in the cache directory, its path."""
+    """Return the error of a shard's damaged file; of a copy in the cache directory, it names the copy's path."""
     if remote.is_remote(label.removeprefix("prepared:")):
         return UserError(f"{label}: its copy {file} is damaged ({why}): remove it, so that it is copied again")
     return UserError(f"{label}: {file.name} is damaged ({why}); prepare it again, which makes it anew")
@@ -244,7 +244,7 @@ def _check_unchanged(folder: Path, manifest: dict[str, Any], label: str) -> None
 
 
 def _come(pattern: str, places: dict[str, dict[str, Any]]) -> list[str]:
-    """Paths of local files that the corpus' pattern matches now but did not when it was prepared."""
+    """Return paths of local files that the corpus' pattern matches now but did not when it was prepared."""
     name, place = next(iter(places.items()), ("", {"path": ""}))
     base = place["path"].removesuffix(name)
     if remote.is_remote(pattern) or not name or base == place["path"]:

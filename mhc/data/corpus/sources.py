@@ -1,4 +1,4 @@
-"""Sources of documents, by the name that ``data.source`` gives.
+"""Open sources of documents by the name that ``data.source`` gives.
 
 stdlib, tfds:<name>, text:<glob>, tokens:<glob>, prepared:<folder>. A source is one split of a corpus with random
 access. Its documents are UTF-8 text (bytes) or, for ``tokens:`` and ``prepared:``, ids.
@@ -28,7 +28,7 @@ Split = Literal["train", "validation"]
 
 
 class Source(Protocol):
-    """Documents of one split, at least one."""
+    """Reads the documents of one split, at least one."""
 
     label: str  # how the user named the corpus
     fingerprint: str  # hex: equal when the corpus and its order are (names and sizes stand for contents)
@@ -36,30 +36,30 @@ class Source(Protocol):
 
     @property
     def sizes(self) -> np.ndarray | None:
-        """int64[n]: about the bytes (ids) of each document; None: too many to find out."""
+        """Return int64[n]: about the bytes (ids) of each document; None: too many to find out."""
         ...
 
     def __len__(self) -> int: ...
 
     def __getitem__(self, index: int) -> bytes | np.ndarray | Tokenised:
-        """UTF-8 text, int64[n] ids, or ids with the bytes that they stand for."""
+        """Return UTF-8 text, int64[n] ids, or ids with the bytes that they stand for."""
         ...
 
     def ends(self, index: int) -> bool:
-        """Whether the document ends with this one (False: a block, see `mhc.data.corpus.indexed`)."""
+        """Return whether the document ends with this one (False: a block, see `mhc.data.corpus.indexed`)."""
         ...
 
     def begins(self, index: int) -> bool:
-        """Whether the document begins with this one (False: a later block)."""
+        """Return whether the document begins with this one (False: a later block)."""
         ...
 
     def name(self, index: int) -> str:
-        """File and place, for messages."""
+        """Return file and place, for messages."""
         ...
 
 
 def open_source(data: DataConfig, split: Split) -> Source:
-    """A split of the corpus that ``data`` describes; of several sources, all one after the other.
+    """Open a split of the corpus that ``data`` describes; of several sources, all one after the other.
 
     ``train`` is that split of ``data.source``. ``validation`` is ``data.validation`` when that names another corpus:
     all of it for text:, tokens: and prepared:, its validation split for stdlib and tfds:. Otherwise it is what
@@ -76,7 +76,7 @@ def open_source(data: DataConfig, split: Split) -> Source:
 
 
 def parts(data: DataConfig, split: Split) -> tuple[tuple[Share, DataConfig], ...]:
-    """The sources of a split, each with a config of its own; of most splits one, whose name is "".
+    """Return the sources of a split, each with its own config; most splits have one, whose name is "".
 
     A mixture without ``data.validation`` holds out a part of each of its sources, under the source's name.
     """
@@ -87,7 +87,7 @@ def parts(data: DataConfig, split: Split) -> tuple[tuple[Share, DataConfig], ...
         held_out &= {one.source for one in sets}
 
     def own(one: Share, other: Share | None) -> DataConfig:
-        """Of one source: a part of it is held out, unless the ``other`` corpus serves for validation."""
+        """Return the config of one source, which holds out a part of itself unless ``other`` serves for validation."""
         return dataclasses.replace(data, source=one.source, validation=None if other is None else other.source)
 
     if split == "train":
@@ -114,7 +114,7 @@ def _open_one(data: DataConfig, split: Split) -> Source:
 
 
 def documents(data: DataConfig, split: Split) -> Iterator[bytes]:
-    """The raw text of a split's documents (or blocks of them), in order: the bytes that bits per byte are counted over.
+    """Yield the raw text of a split's documents (or blocks of them), in order: the bytes that bits per byte counts.
 
     Documents of ids are decoded with ``data.tokenizer``. Raises UserError as `open_source` does.
     """
@@ -130,7 +130,7 @@ def documents(data: DataConfig, split: Split) -> Iterator[bytes]:
 
 
 class Joined:
-    """Several sources as one, each after the other."""
+    """Reads several sources as one, each after the other."""
 
     def __init__(self, sources: Sequence[Source], label: str):
         self.sources, self.label = list(sources), label
@@ -151,22 +151,22 @@ class Joined:
         return self.sources[number], index - int(self._first[number])
 
     def __getitem__(self, index: int) -> bytes | np.ndarray | Tokenised:
-        source, own = self._place(index)
-        return source[own]
+        source, local = self._place(index)
+        return source[local]
 
     def ends(self, index: int) -> bool:
-        source, own = self._place(index)
-        return source.ends(own)
+        source, local = self._place(index)
+        return source.ends(local)
 
     def begins(self, index: int) -> bool:
-        source, own = self._place(index)
-        return source.begins(own)
+        source, local = self._place(index)
+        return source.begins(local)
 
     def name(self, index: int) -> str:
-        source, own = self._place(index)
-        return source.name(own)
+        source, local = self._place(index)
+        return source.name(local)
 
 
 def joint_fingerprint(sources: Sequence[Source]) -> str:
-    """Of several sources in their order."""
+    """Return the fingerprint of several sources in their order."""
     return hashlib.sha256("\n".join(one.fingerprint for one in sources).encode()).hexdigest()[:16]

@@ -1,4 +1,4 @@
-"""The embedded corpus: the source files of Python's own standard library.
+"""Prepare and read the embedded corpus: the source files of Python's own standard library.
 
 Real text that is on every machine, prepared once as a TFDS dataset in array_record files, without TensorFlow and
 without a download. Left out: tests, whole applications (idlelib, turtledemo, lib2to3), installed packages, what is
@@ -36,19 +36,19 @@ _log = logging.getLogger(__name__)
 
 
 def files(root: Path) -> list[str]:
-    """The corpus' files below ``root``: sorted relative names with ``/``."""
-    found = []
+    """Return the corpus' files below ``root``: sorted relative names with ``/``."""
+    paths = []
     for folder, folders, names in os.walk(root):
         folders[:] = [name for name in folders if name not in _LEFT_OUT]
         for name in names:
             path = Path(folder, name)
             if name.endswith(".py") and not name.startswith("_sysconfigdata") and path.stat().st_size:
-                found.append(path.relative_to(root).as_posix())
-    return sorted(found)
+                paths.append(path.relative_to(root).as_posix())
+    return sorted(paths)
 
 
 def held_out(name: str) -> bool:
-    """Whether a file belongs to the split ``validation``."""
+    """Return whether a file belongs to the split ``validation``."""
     score = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "big")
     return score < _HELD_OUT * 2**64
 

@@ -1,4 +1,4 @@
-"""``text:<glob>``: plain text, lines of JSON, and columns of parquet files."""
+"""Read ``text:<glob>``: plain text, lines of JSON, and columns of parquet files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``tfds:<name>``: TensorFlow datasets that are prepared on this machine, read without TensorFlow."""
+"""Read ``tfds:<name>``, TensorFlow datasets that are prepared on this machine, without TensorFlow."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _READ_TO_MEASURE = 10_000  # TFDS examples: no more are read just to learn their
 
 
 class TensorFlowDataset:
-    """A split of a prepared TFDS dataset; raises UserError where its files or its features do not serve."""
+    """Reads a split of a prepared TFDS dataset. Raises UserError where its files or its features do not serve."""
 
     def __init__(self, folder: Path, field: str, split: Split, label: str, holdout: float, whole: bool):
         import tensorflow_datasets as tfds
@@ -95,7 +95,7 @@ class TensorFlowDataset:
 
 
 def _tfds_split(splits: list[str], wanted: Split, label: str) -> tuple[str, bool]:
-    """The dataset's split to read, and whether it is the wanted one (otherwise documents are held out by hash)."""
+    """Return the dataset's split to read, and whether it is the wanted one; if not, documents are held out by hash."""
     held = next((name for name in ("validation", "test") if name in splits), None)
     if wanted == "validation" and held:
         return held, True
@@ -115,9 +115,9 @@ def open_tfds(data: DataConfig, name: str, split: Split, whole: bool) -> TensorF
     except Exception as error:  # TFDS has a dozen kinds for "no such dataset, configuration or version"
         if isinstance(error, OSError) and not isinstance(error, FileNotFoundError):
             raise
-        found = [*where.glob("*/*/dataset_info.json"), *where.glob("*/*/*/dataset_info.json")]
+        infos = [*where.glob("*/*/dataset_info.json"), *where.glob("*/*/*/dataset_info.json")]
         prepared = sorted(
-            {path.relative_to(where).parts[0] for path in found} - {p.name for p in where.glob("stdlib-*")}
+            {path.relative_to(where).parts[0] for path in infos} - {p.name for p in where.glob("stdlib-*")}
         )
         base = name.split("/")[0].split(":")[0]
         near = [] if base in prepared else difflib.get_close_matches(base, prepared, 1)

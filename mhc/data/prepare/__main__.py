@@ -1,4 +1,4 @@
-"""The program `python -m mhc.data.prepare`."""
+"""Run the program `python -m mhc.data.prepare`."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
 
 def _size(text: str) -> int:
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]B|)", text.strip())
-    size = 0.0 if found is None else float(found[1]) * _UNITS[found[2]]
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]B|)", text.strip())
+    size = 0.0 if match is None else float(match[1]) * _UNITS[match[2]]
     if not 1 <= size <= LARGEST_SHARD:
         raise UserError(
             f"--shard_size: given {text!r}, allowed: bytes, or as in 64MB (KB, MB, GB, TB), up to "
@@ -31,7 +31,7 @@ _OWN = ("source", "tokenizer", "field", "sequence_length", "holdout", "cache_dir
 
 
 def main(arguments: Sequence[str]) -> int:
-    """The program: arguments without its name; returns the exit code."""
+    """Run the program: arguments without its name; return the exit code."""
     defaults = DataConfig()
     parser = cli.Parser(
         description=room.__doc__.splitlines()[0],

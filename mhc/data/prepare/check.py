@@ -20,7 +20,7 @@ from mhc.errors import UserError
 
 
 class ChangedFile(UserError):
-    """A file of the corpus, by its path, is another than at the start."""
+    """Raised where a file of the corpus, by its path, is another than at the start."""
 
 
 def check_unchanged(documents: TextFiles) -> None:
@@ -53,12 +53,12 @@ def damaged_shards(manifest: dict[str, Any], folder: Path, tell: Tell) -> list[s
         check_table(shard, table, len(manifest["files"]), folder)
         return True
 
-    found, told = [], time.monotonic()
+    damaged, told = [], time.monotonic()
     with futures.ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:  # hashing lets go of the interpreter
         for number, (shard, whole) in enumerate(zip(shards, pool.map(is_whole, shards), strict=True)):
             if not whole:
-                found.append(shard["name"])
+                damaged.append(shard["name"])
             if time.monotonic() - told > TELL_EVERY:
                 told = time.monotonic()
                 tell(f"checked {number + 1} of {len(shards)} shard(s)")
-    return found
+    return damaged

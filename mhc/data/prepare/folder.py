@@ -1,4 +1,4 @@
-"""The folder that a corpus is prepared in: held, written and cleared."""
+"""Hold, write and clear the folder that a corpus is prepared in."""
 
 from __future__ import annotations
 
@@ -50,13 +50,13 @@ def lock(folder: Path, tell: Tell) -> Iterator[None]:
 
 @contextlib.contextmanager
 def writing_to(path: Path) -> Iterator[None]:
-    """What the system says to writing, or array_record for it, is a line: no space left, a quota, no permission."""
+    """Turn an error of writing, by the system or array_record, into one line: no space, a quota, no permission."""
     try:
         yield
     except (OSError, RuntimeError) as error:
-        said = getattr(error, "strerror", None) or re.sub(r"^\w+\(\) failed: ", "", str(error).partition("; ")[0])
+        reason = getattr(error, "strerror", None) or re.sub(r"^\w+\(\) failed: ", "", str(error).partition("; ")[0])
         raise full_disk.error_class(error)(
-            f"--out: cannot write {path}: {said}; once it can, the same command goes on"
+            f"--out: cannot write {path}: {reason}; once it can, the same command goes on"
         ) from None
 
 
@@ -81,7 +81,7 @@ def write(path: Path, content: dict[str, Any]) -> None:
 
 
 def has_begun(folder: Path) -> bool:
-    """Whether there is more than files that `_clear` removes."""
+    """Return whether there is more than files that `_clear` removes."""
     return (folder / MANIFEST).exists() or any(folder.glob("shard-*.array_record"))
 
 

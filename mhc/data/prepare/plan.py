@@ -1,4 +1,4 @@
-"""What a folder is prepared from: the files of the corpus with their checksums, and the settings."""
+"""Describe what a folder is prepared from: the files of the corpus with their checksums, and the settings."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def origin_of(place: CorpusFile) -> dict[str, Any]:
 
 
 def known_checksums(folder: Path, began: dict[str, Any] | None) -> dict[tuple[str, int, int], str]:
-    """Checksums by name, size and time of change, as of the folder's beginning."""
+    """Return checksums by name, size and time of change, as of the folder's beginning."""
     if began is None or not (folder / ORIGIN).is_file():
         return {}
     origin = read(folder / ORIGIN)["files"]
@@ -33,7 +33,7 @@ def known_checksums(folder: Path, began: dict[str, Any] | None) -> dict[tuple[st
 
 
 def describe(places: list[CorpusFile], known: dict[tuple[str, int, int], str], tell: Tell) -> list[dict[str, Any]]:
-    """Name, size and checksum of each file; those that did not change are not read again."""
+    """Return name, size and checksum of each file; those that did not change are not read again."""
 
     def checksum(place: CorpusFile) -> str:
         return known.get((place.name, place.size, place.version)) or place.checksum()

@@ -29,7 +29,7 @@ class SpeedMeter:
         self._kept += size
 
     def tell(self, counts: list[int], last: bool = False) -> None:
-        """Args: documents, tokens, bytes of the corpus that were prepared since the start."""
+        """Tell the speed from counts since the start: documents, tokens and bytes of the corpus that were prepared."""
         documents, ids, size = counts
         now = time.monotonic()
         if now - self._told < TELL_EVERY and not last:

@@ -110,7 +110,7 @@ def _go_on(
     began: dict[str, Any] | None,
     tell: Tell,
 ) -> dict[str, Any]:
-    """Args: began: the plan or manifest in the folder."""
+    """Prepare what is missing; ``began`` is the plan or manifest in the folder."""
     chosen = tokenizers.load(data.tokenizer)
     pattern = data.source.removeprefix("text:")
     places = match("text", pattern)
@@ -147,10 +147,10 @@ def _go_on(
     tell(f"finding the documents of {len(places)} file(s)")
     documents = TextFiles(data, pattern, "train", whole=True)
     fidelity.check(documents, chosen)
-    found = documents.index
+    index = documents.index
     held = np.ones(len(documents), bool)
     if not whole:
-        held = held_out(found.owner, found.number, documents.names, data.holdout)
+        held = held_out(index.owner, index.number, documents.names, data.holdout)
     jobs = list(shard_jobs(documents, held, folder, plan["shard_size"]))
     if began is not None and finished:
         planned = [(job.name, len(job.documents)) for job in jobs]

@@ -38,7 +38,7 @@ _ENDING = (signal.SIGINT, signal.SIGTERM)
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """A shard to make."""
+    """Describes a shard to make."""
 
     name: str
     folder: Path
@@ -47,7 +47,7 @@ class Job:
 
 
 def shard_jobs(documents: TextFiles, held: np.ndarray, folder: Path, size: int) -> Iterator[Job]:
-    """Shards of about ``size`` bytes of the corpus: the documents that begin within the same ``size`` bytes."""
+    """Yield jobs for shards of about ``size`` bytes: the documents that begin within the same ``size`` bytes."""
     sizes = documents.sizes
     place = (np.cumsum(sizes) - sizes) // size
     bounds = [0, *(np.flatnonzero(np.diff(place)) + 1).tolist(), len(sizes)]
@@ -56,11 +56,11 @@ def shard_jobs(documents: TextFiles, held: np.ndarray, folder: Path, size: int) 
 
 
 class _Stopped(Exception):
-    """Another process failed."""
+    """Raised where another process failed."""
 
 
 class _Worker:
-    """What a process keeps between shards; a single worker is a thread of ours."""
+    """Holds what a process keeps between shards; a single worker is a thread of ours."""
 
     data: DataConfig
     tokenizer: tokenizers.Tokenizer
@@ -87,7 +87,7 @@ class _Worker:
 
 @contextlib.contextmanager
 def _held_back() -> Iterator[None]:
-    """The signals that end a program wait; in a process that starts meanwhile, until it says how it takes them."""
+    """Block the signals that end a program; a process that starts meanwhile blocks them until it handles them."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _ENDING)
     try:
         yield
@@ -101,11 +101,11 @@ def _end_with(sentinel: int) -> None:
 
 
 def make_shards(jobs: list[Job], data: DataConfig, workers: int, tell: Tell) -> list[dict[str, Any]]:
-    """What the manifest says of each shard; makes those that are not there."""
+    """Make the shards that are not there; return what the manifest says of each."""
     context = multiprocessing.get_context("spawn")
     counts = context.Array("q", 4)
     total = sum(int(job.documents.sizes.sum()) for job in jobs)
-    found: dict[int, dict[str, Any]] = {}
+    entries: dict[int, dict[str, Any]] = {}
     waiting = list(enumerate(jobs))[::-1]
     running: dict[futures.Future[dict[str, Any]], int] = {}
     clock = SpeedMeter(total, tell)
@@ -124,8 +124,8 @@ def make_shards(jobs: list[Job], data: DataConfig, workers: int, tell: Tell) -> 
                 done, _ = futures.wait(running, timeout=1.0, return_when=futures.FIRST_COMPLETED)
                 for future in done:
                     number = running.pop(future)
-                    found[number] = future.result()
-                    if found[number].pop("kept"):
+                    entries[number] = future.result()
+                    if entries[number].pop("kept"):
                         clock.keep(int(jobs[number].documents.sizes.sum()))
                 clock.tell(counts[:3])
         except BrokenProcessPool:
@@ -136,7 +136,7 @@ def make_shards(jobs: list[Job], data: DataConfig, workers: int, tell: Tell) -> 
             counts[3] = bool(waiting or running)
             pool.shutdown(cancel_futures=True)
     clock.tell(counts[:3], last=True)
-    return [found[number] for number in range(len(jobs))]
+    return [entries[number] for number in range(len(jobs))]
 
 
 def make_shard(job: Job) -> dict[str, Any]:
@@ -158,7 +158,7 @@ _KEYS = {"file": "owner", "start": "start", "stop": "stop", "number": "number", 
 
 
 def _read_whole(job: Job, paths: dict[str, Path]) -> np.ndarray | None:
-    """The table of a shard that is there; None where it is not, or not what its documents give.
+    """Return the table of a shard, or None where the shard is missing or is not what its documents give.
 
     Reading costs little beside tokenising: so every record is read, and its ids and bytes are counted.
     """

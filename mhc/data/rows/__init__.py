@@ -1,1 +1,1 @@
-"""Rows of tokens: documents are tokenised, put in order and packed."""
+"""Make rows of tokens: documents are tokenised, put in order and packed."""

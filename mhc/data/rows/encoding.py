@@ -20,17 +20,17 @@ from mhc.errors import UserError
 
 
 def open_corpus(data: DataConfig, tokenizer: Tokenizer, split: Split) -> Source:
-    """`open_source`, checked against the tokeniser and the sequence length.
+    """Open a split as `open_source` does, and check it against the tokeniser and the sequence length.
 
     Raises UserError for ids outside the vocabulary, for data prepared with another tokeniser, and for a training split
     shorter than a sequence.
     """
     source = open_source(data, split)
-    for one in source.sources if isinstance(source, Joined) else [source]:
-        if isinstance(one, TokenFiles):
-            one.check_ids(tokenizer)
-        if isinstance(one, Prepared):
-            one.check_tokenizer(tokenizer)
+    for part in source.sources if isinstance(source, Joined) else [source]:
+        if isinstance(part, TokenFiles):
+            part.check_ids(tokenizer)
+        if isinstance(part, Prepared):
+            part.check_tokenizer(tokenizer)
     fidelity.check(source, tokenizer)
     if split == "train":
         encode = encoder(source, tokenizer)
@@ -47,14 +47,14 @@ def open_corpus(data: DataConfig, tokenizer: Tokenizer, split: Split) -> Source:
 
 
 def encoder(source: Source, tokenizer: Tokenizer) -> Callable[[int], Document]:
-    """Whole documents of a source by number, tokenised."""
+    """Return a function from a document's number in a source to the tokenised document."""
     encode = Encode(tokenizer)
     whole = Pieces(source, None)
     return lambda index: encode.map(whole[index])
 
 
 class Encode(grain.transforms.Map):
-    """`Piece` to `Document`. Raises UserError, with the document's place, for a text that cannot be encoded."""
+    """Turns a `Piece` into a `Document`. Raises UserError, naming the place, for text that cannot be encoded."""
 
     def __init__(self, tokenizer: Tokenizer):
         self._tokenizer = tokenizer

@@ -1,4 +1,4 @@
-"""Rows packed from endless orders of documents, and the state from which they go on."""
+"""Pack rows from endless orders of documents, with the state from which they go on."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PLACES = ("position", "offset")  # a row's: its state
 
 
 class Packing(NamedTuple):
-    """How batches are packed."""
+    """Describes how batches are packed."""
 
     assign: Assignment | None  # None: one source
     sources: int
@@ -26,7 +26,7 @@ class Packing(NamedTuple):
     length: int
 
     def start(self) -> dict[str, Any]:
-        """The state before the first batch: ``position`` and ``offset``, int64 [rows] or [rows, sources]."""
+        """Return the state before the first batch: ``position`` and ``offset``, int64 [rows] or [rows, sources]."""
         position = np.asarray(self.rows, np.int64)
         if self.assign is not None:
             position = np.repeat(position[:, None], self.sources, axis=1)
@@ -34,7 +34,7 @@ class Packing(NamedTuple):
 
 
 class PackedDataset(grain.IterDataset):
-    """Batches of packed rows over endless orders of documents; of a mixture also ``sources`` [rows] int32."""
+    """Yields batches of packed rows over endless orders of documents; of a mixture also ``sources`` [rows] int32."""
 
     def __init__(self, packing: Packing, orders: Sequence[Order | TaskOrder]):
         super().__init__([order.documents for order in orders if isinstance(order, Order)])
@@ -45,7 +45,7 @@ class PackedDataset(grain.IterDataset):
 
 
 class PackedIterator(grain.DatasetIterator):
-    """Its state is that of `Packing.start`."""
+    """Iterates over packed rows; its state is that of `Packing.start`."""
 
     def __init__(self, packing: Packing, orders: Sequence[Order | TaskOrder]):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Which source of a mixture each sequence of each batch comes from.
+"""Assign a source of a mixture to each sequence of each batch.
 
 The source of row r at step s is read off a sequence of low discrepancy: the fraction of u + s·α + r·β, with α and β of
 irrational ratio and u by the seed, falls into one of K parts of [0, 1) as long as the weights. So shares come near the
@@ -18,15 +18,15 @@ _WHOLE = 1 << 64
 
 
 class Assignment:
-    """The number of the source of each sequence."""
+    """Gives the number of the source of each sequence."""
 
     def __init__(self, weights: Sequence[float], seed: int):
-        """``weights`` add up to 1."""
+        """Take the ``weights``, which add up to 1."""
         ends = np.cumsum(np.asarray(weights, np.float64))[:-1]
         self._ends = [min(int(end * _WHOLE), _WHOLE - 1) for end in ends]
         self._start = int(np.random.SeedSequence((seed, 0x6D6978)).generate_state(1, np.uint64)[0])
 
     def __call__(self, step: int, row: int) -> int:
-        """Of the sequence in ``row`` of the batch number ``step``, both from 0."""
+        """Return the source of the sequence in ``row`` of the batch number ``step``, both from 0."""
         place = (self._start + step * _STEP + row * _ROW) % _WHOLE
         return sum(place >= end for end in self._ends)

@@ -1,4 +1,4 @@
-"""The order in which training reads the documents of each source, on grain."""
+"""Order the documents of each source for training, on grain."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ def open_orders(data: DataConfig, tokenizer: Tokenizer, seed: int) -> list[Order
 
     A wind tunnel has the endless order of its sequences.
     """
-    made = open_task(data)
-    if made is not None:
-        return [TaskOrder(made, data.source, seed)]
+    task = open_task(data)
+    if task is not None:
+        return [TaskOrder(task, data.source, seed)]
     # grain adds the epoch to the seed: without a hash, seed 1 would begin with the second epoch of seed 0
     order_seed = int(np.random.SeedSequence(seed).generate_state(1)[0])
     orders = []
-    for _, own in parts(data, "train"):
-        source = open_corpus(own, tokenizer, "train")
+    for _, source_data in parts(data, "train"):
+        source = open_corpus(source_data, tokenizer, "train")
         pieces = Pieces(source, piece_size(data))
         places = grain.MapDataset.range(len(pieces)).shuffle(seed=order_seed).repeat()
         documents = grain.MapDataset.source(pieces).shuffle(seed=order_seed).repeat().map(Encode(tokenizer))

@@ -1,4 +1,4 @@
-"""Packing: documents are laid end to end and cut into rows of T tokens, without padding and without loss.
+"""Pack documents: lay them end to end and cut them into rows of T tokens, without padding and without loss.
 
 A document of n tokens is ``d = bos + tokens + eos``: n + 1 pairs (input ``d[i]``, target ``d[i + 1]``). A row takes as
 many pairs as it has room for; what is left of the document opens the stream's next row, whose first input is then the
@@ -22,14 +22,14 @@ Batch = dict[str, np.ndarray]
 
 @dataclasses.dataclass(frozen=True)
 class Document:
-    """A tokenised document, or a piece of one."""
+    """Holds a tokenised document, or a piece of one."""
 
     tokens: np.ndarray  # int32[m + 1]: bos, tokens, and eos unless the document goes on in another piece
     target_bytes: np.ndarray  # int32[m]: bytes of text that tokens[1:] stand for
 
 
 class DocumentStream:
-    """Documents ``position, position + stride, …`` of an order, read in pieces.
+    """Reads the documents ``position, position + stride, …`` of an order, in pieces.
 
     Args:
       fetch: gives the document at a position of the order.
@@ -55,7 +55,7 @@ class DocumentStream:
         self.offset = offset
 
     def take(self, room: int) -> tuple[np.ndarray, np.ndarray, np.ndarray] | None:
-        """Up to ``room`` pairs of the current document: (inputs, targets, target_bytes), or None at the end."""
+        """Return up to ``room`` pairs of the current document: (inputs, targets, target_bytes), or None at the end."""
         while self._document is None:
             if self._end is not None and self.position >= self._end:
                 return None
@@ -80,7 +80,7 @@ class DocumentStream:
 
 
 def empty_batch(rows: int, length: int) -> Batch:
-    """A batch of padding: zeros of shape [rows, length], weights float32, the rest int32."""
+    """Return a batch of padding: zeros of shape [rows, length], weights float32, the rest int32."""
     names = ("tokens", "targets", "segment_ids", "positions", "target_bytes")
     batch: Batch = {name: np.zeros((rows, length), np.int32) for name in names}
     batch["weights"] = np.zeros((rows, length), np.float32)

@@ -1,4 +1,4 @@
-"""Rows of a validation set: spread evenly over its documents, or the first ones.
+"""Choose the rows of a validation set: spread evenly over its documents, or the first ones.
 
 Spread: n rows begin at n places as far apart as they can be, by the sizes of the documents (at 512 places several rows
 each, where they are more: every place costs a document that is tokenised). A document is cut into rows of T pairs from
@@ -19,7 +19,7 @@ PLACES = 512  # at most, where rows begin
 
 
 class Rows(DocumentStream):
-    """Documents ``first`` to before ``end`` of an order, from which rows of ``length`` pairs are filled in turn.
+    """Fills rows of ``length`` pairs in turn from the documents ``first`` to before ``end`` of an order.
 
     ``touched`` are the documents that a pair was taken of, ``document`` the last of them.
     """
@@ -35,7 +35,7 @@ class Rows(DocumentStream):
         sizes: np.ndarray | None = None,
         spread: bool = True,
     ):
-        """Args: ``count``: of rows, 0: all. ``sizes``: of these documents, as `Documents.sizes`; None: alike."""
+        """Take ``count`` rows (0: all) of documents with these ``sizes``, as of `Documents.sizes`; None: alike."""
         super().__init__(fetch, first, 1, end=end)
         self._first, self._length, self._count, self._row = first, length, count, 0
         self.touched: set[int] = set()
@@ -58,7 +58,7 @@ class Rows(DocumentStream):
         return True
 
     def _go_to(self, place: int, places: int) -> None:
-        """To the middle of one of the equal parts of the documents, unless the rows before have passed it."""
+        """Go to the middle of one of the equal parts of the documents, unless the rows before have passed it."""
         assert self._ends is not None
         where = int(self._ends[-1]) * (2 * place + 1) // (2 * places)
         number = int(np.searchsorted(self._ends, where, side="right"))

@@ -1,4 +1,4 @@
-"""Worker processes that pack the rows of a batch among them, on grain's ``mp_prefetch``.
+"""Pack the rows of a batch in several worker processes, on grain's ``mp_prefetch``.
 
 Rows share nothing: of W processes number w takes the rows w, w + W, …, and hands over with them where each is
 afterwards; the batch and its state are put together from these. So the number of processes changes neither. Threads
@@ -30,7 +30,7 @@ from mhc.errors import UserError
 
 @dataclasses.dataclass(frozen=True)
 class Worker:
-    """What a worker process is told: it opens the corpus itself, since an index may be large."""
+    """Describes what a worker process is told: it opens the corpus itself, since an index may be large."""
 
     data: DataConfig
     tokenizer: str  # its content_hash
@@ -50,7 +50,7 @@ class Worker:
 
     @staticmethod
     def start(index: int, count: int) -> None:
-        """In the process itself. Signals are the run's to answer, warnings its to give; its end is the worker's."""
+        """Set up the worker process: the run answers signals and gives warnings, and its end is the worker's."""
         logging.disable(logging.WARNING)
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_IGN)
@@ -65,14 +65,14 @@ class Worker:
 
 
 class _WorkerDataset(grain.IterDataset):
-    """The rows of a worker from a state on: its batches, with where each row is afterwards."""
+    """Yields the batches of a worker from a state on, with where each row is afterwards."""
 
     def __init__(self, worker: Worker, state: dict[str, Any]):
         super().__init__()
         self._worker, self._state = worker, state
 
     def set_slice(self, sl: slice, sequential_slice: bool = False) -> None:
-        """grain's way to say which share a process has."""
+        """Take the share of this process; grain calls this."""
         packing = self._worker.packing
         self._worker = dataclasses.replace(self._worker, packing=packing._replace(rows=packing.rows[sl]))
         self._state = {**self._state, **{name: self._state[name][sl] for name in PLACES}}
@@ -103,7 +103,7 @@ class _WorkerIterator(grain.DatasetIterator):
 
 
 class SharedDataset(grain.IterDataset):
-    """As `PackedDataset`, its rows shared out among worker processes, each ``prefetch`` batches ahead."""
+    """Yields what `PackedDataset` does, its rows shared out among worker processes, each ``prefetch`` batches ahead."""
 
     def __init__(self, worker: Worker, prefetch: int):
         super().__init__()
@@ -141,8 +141,8 @@ class _SharedIterator(grain.DatasetIterator):
                 flags.FLAGS.mark_as_parsed()
             # no shared memory: pipes are fast enough, containers have little of it, and a kill leaves it behind
             options = grain.experimental.DatasetOptions(min_shm_size=sys.maxsize)
-            own = grain.experimental.WithOptionsIterDataset(_WorkerDataset(self._worker, self._state), options)
-            self._processes = iter(own.mp_prefetch(self._options, worker_init_fn=Worker.start))
+            dataset = grain.experimental.WithOptionsIterDataset(_WorkerDataset(self._worker, self._state), options)
+            self._processes = iter(dataset.mp_prefetch(self._options, worker_init_fn=Worker.start))
         try:
             share: Batch = next(self._processes)
         except RuntimeError as error:

@@ -1,4 +1,4 @@
-"""The JSON files of a prepared folder: what was prepared, how, and from which files."""
+"""Read and check the JSON files of a prepared folder: what was prepared, how, and from which files."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _FORMS: dict[str, Any] = {
 
 
 def parse(path: remote.Folder, content: bytes) -> dict[str, Any]:
-    """One of the folder's JSON files, by its name. Raises UserError where keys are missing or of another type."""
+    """Parse one of the folder's JSON files, by its name. Raises UserError for keys missing or of another type."""
     form = _FORMS[path.name]
     remedy = f"remove the folder {path.parent}, and prepare it again"
     if path.name == ORIGIN:
@@ -47,26 +47,26 @@ def parse(path: remote.Folder, content: bytes) -> dict[str, Any]:
     if what := pointer(content):
         raise UserError(f"{path} is a {what}")
     try:
-        found: dict[str, Any] = json.loads(content)
-        fault = _fault(found, {"format": int} if path.name != ORIGIN else {}, "")
+        parsed: dict[str, Any] = json.loads(content)
+        fault = _fault(parsed, {"format": int} if path.name != ORIGIN else {}, "")
     except (ValueError, RecursionError) as error:
         fault = f"it is not JSON: {str(error).splitlines()[0]}"
-    if not fault and path.name != ORIGIN and found["format"] != FORMAT:
+    if not fault and path.name != ORIGIN and parsed["format"] != FORMAT:
         raise UserError(
-            f"{path} has the format {found['format']}, this version reads {FORMAT}; prepare it again in a new folder"
+            f"{path} has the format {parsed['format']}, this version reads {FORMAT}; prepare it again in a new folder"
         )
-    fault = fault or _fault(found, form, "")
+    fault = fault or _fault(parsed, form, "")
     if not fault and path.name == MANIFEST:
-        fault = _fault_of_totals(found)
-    if not fault and path.name != ORIGIN and not found["shard_size"]:
+        fault = _fault_of_totals(parsed)
+    if not fault and path.name != ORIGIN and not parsed["shard_size"]:
         fault = "shard_size is 0"
     if fault:
         raise UserError(f"{path} is damaged ({fault}): {remedy}")
-    return found
+    return parsed
 
 
 def read_manifest(folder: str) -> tuple[bytes, dict[str, Any]]:
-    """A folder's manifest, as bytes and as JSON."""
+    """Return a folder's manifest, as bytes and as JSON."""
     place = remote.path(os.path.expanduser(folder))
     try:
         content = remote.read(place / MANIFEST)
@@ -86,7 +86,7 @@ def read_manifest(folder: str) -> tuple[bytes, dict[str, Any]]:
 
 
 def manifest_hash(data: DataConfig, source: str | None = None) -> str | None:
-    """The SHA-256, in hex, of the manifest of ``source`` (None: ``data.source``); None where it is not prepared.
+    """Return the SHA-256, in hex, of the manifest of ``source`` (None: ``data.source``); None where it is not prepared.
 
     Equal for equal shards made of equal text: the manifest has the hashes of both, and no path or time.
     Raises UserError as `Prepared` does for its folder.
@@ -112,7 +112,7 @@ def check_table(shard: dict[str, Any], table: np.ndarray, files: int, folder: Pa
 
 
 def counts(table: np.ndarray) -> dict[str, int]:
-    """Documents, tokens (without bos and eos) and bytes of text of a shard, from its table."""
+    """Return the documents, tokens (without bos and eos) and bytes of text of a shard, from its table."""
     return {
         "documents": len(table),
         "tokens": int(table["ids"].sum(dtype=np.int64)),
@@ -121,7 +121,7 @@ def counts(table: np.ndarray) -> dict[str, int]:
 
 
 def _fault_of_totals(manifest: dict[str, Any]) -> str:
-    """What does not add up in a manifest, or ""."""
+    """Return what does not add up in a manifest, or ""."""
     if not manifest["shards"]:
         return "it has no shard"
     for name in _COUNTS:
@@ -132,7 +132,10 @@ def _fault_of_totals(manifest: dict[str, Any]) -> str:
 
 
 def _fault(value: Any, form: Any, where: str) -> str:
-    """What is not of the form, or "": a type, [the form of each item], {key: form}, {str: the form of every value}."""
+    """Return what is not of the form, or "".
+
+    A form is a type, [the form of each item], {key: form} or {str: the form of every value}.
+    """
     kind: Any = form if isinstance(form, type) else type(form)
     items: Iterable[tuple[str, Any, Any]]
     if type(value) is not kind and not (kind is float and type(value) is int):

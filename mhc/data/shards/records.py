@@ -1,4 +1,4 @@
-"""The files of a shard: a record for each document, and a table of the documents."""
+"""Read and write the files of a shard: a record for each document, and a table of the documents."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TABLE = np.dtype(
 
 @dataclasses.dataclass(frozen=True)
 class Tokenised:
-    """A document that was tokenised beforehand, in pieces: what a tokeniser gives may depend on where it is cut."""
+    """Holds a document tokenised beforehand, in pieces: what a tokeniser gives may depend on where text is cut."""
 
     ids: np.ndarray  # unsigned[n]
     lengths: np.ndarray | None  # unsigned[n]: bytes of text that each id stands for; None: the tokeniser's byte_lengths
@@ -31,11 +31,11 @@ class Tokenised:
 
     @property
     def rest(self) -> int:
-        """Bytes of text beyond those of the ids."""
+        """Return the bytes of text beyond those of the ids."""
         return int(self.rests.sum())
 
     def part(self, part: int, parts: int) -> Tokenised:
-        """One of ``parts`` parts: the piece of that number where it was tokenised in as many, else as many ids each."""
+        """Return one of ``parts`` parts: a piece if the document was tokenised in as many, else as many ids each."""
         first, last = part, part + 1
         if parts == len(self.ends):
             start, stop = int(self.ends[part - 1]) if part else 0, int(self.ends[part])
@@ -48,7 +48,7 @@ class Tokenised:
 
 
 def pack(document: Tokenised) -> bytes:
-    """A document as a record, for `unpack`.
+    """Return a document as a record, for `unpack`.
 
     Pieces p, bytes an id, bytes a length (0: they are the tokeniser's): uint32[3]; ends and rests: uint32[p] each; ids
     and lengths: unsigned of those widths, [n] each. All little-endian.
@@ -60,7 +60,7 @@ def pack(document: Tokenised) -> bytes:
 
 
 def unpack(record: bytes) -> Tokenised:
-    """What `pack` was given, as views of the record."""
+    """Return what `pack` was given, as views of the record."""
     pieces, width, length_width = (int(value) for value in np.frombuffer(record, "<u4", 3))
     ends = np.frombuffer(record, "<u4", pieces, 12)
     rests = np.frombuffer(record, "<u4", pieces, 12 + 4 * pieces)
@@ -71,5 +71,5 @@ def unpack(record: bytes) -> Tokenised:
 
 
 def _narrow(values: np.ndarray) -> np.ndarray:
-    """Unsigned in as few bytes as hold them all."""
+    """Return the values as unsigned integers of as few bytes as hold them all."""
     return values.astype(np.min_scalar_type(int(values.max(initial=0))).newbyteorder("<"))

@@ -1,4 +1,4 @@
-"""Tokenisers: bytes, or a ``tokenizer.json`` file read by the ``tokenizers`` library.
+"""Load tokenisers: bytes, or a ``tokenizer.json`` file read by the ``tokenizers`` library.
 
 A document enters a batch as ``bos + tokens + eos``. A long one is cut into pieces for training (see
 `mhc.data.corpus.pieces.Pieces`): every piece begins with bos, and only the last one ends with eos. ``bos`` is only ever

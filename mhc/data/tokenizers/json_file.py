@@ -1,4 +1,4 @@
-"""Tokenisers of a ``tokenizer.json`` file, read by the ``tokenizers`` library."""
+"""Read tokenisers from a ``tokenizer.json`` file with the ``tokenizers`` library."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ _MOST = 1 << 24  # ids
 
 
 class JsonTokenizer:
-    """A ``tokenizer.json`` file.
+    """Tokenises as a ``tokenizer.json`` file says.
 
     bos and eos are those that a ``tokenizer_config.json`` beside it names, else the first of the usual names that the
     file has (``<s>``, ``<|begin_of_text|>``, … and ``</s>``, ``<|endoftext|>``, …). When only one of the two is found
@@ -143,7 +143,7 @@ class JsonTokenizer:
         )
 
     def encode(self, text: bytes | str) -> np.ndarray:
-        """int32[n]; raises UnicodeDecodeError for bytes that are not UTF-8 (sources check that before).
+        """Return int32[n] ids. Raises UnicodeDecodeError for bytes that are not UTF-8 (sources check that before).
 
         Raises: UserError for a text that the tokeniser has no ids for.
         """
@@ -172,7 +172,7 @@ class JsonTokenizer:
         return False
 
     def encode_with_bytes(self, text: bytes | str) -> tuple[np.ndarray, np.ndarray]:
-        """(ids int32[n], bytes int32[n]); the bytes sum to the text's length unless n is 0."""
+        """Return (ids int32[n], bytes int32[n]); the bytes sum to the text's length unless n is 0."""
         string = text.decode() if isinstance(text, bytes) else text
         encoding = self._encode(string)
         ids = np.asarray(encoding.ids, np.int32)
@@ -185,7 +185,7 @@ class JsonTokenizer:
         return ids, np.diff(covered, prepend=0).astype(np.int32)
 
     def decode(self, ids: Any) -> str:
-        """The text of the ids, special ones left out."""
+        """Return the text of the ids, special ones left out."""
         values = np.asarray(ids, np.int64)
         known = (values >= 0) & (values < self.vocab_size)
         keep = values[known & (values != self.bos_id) & (values != self.eos_id)]
@@ -197,7 +197,7 @@ class JsonTokenizer:
             return self._tokenizer.decode(keep.tolist(), skip_special_tokens=True)
 
     def bytes_of(self, ids: np.ndarray, begins: bool) -> np.ndarray:
-        """int32[n]: what every id adds to the bytes of the text that they decode to; a stray byte is one.
+        """Return int32[n]: what every id adds to the bytes of the text that they decode to; a stray byte is one.
 
         A decoder may leave out what opens a text, as the space that SentencePiece puts there, and may spell a space in
         three bytes (E2 96 81): the first of them has it.
@@ -232,7 +232,7 @@ class JsonTokenizer:
             return len(self._plain_decoder.decode([*before, piece])[start:].encode())
 
     def lost(self, text: str) -> int:
-        """Bytes of a text that its ids do not tell: dropped, changed by a normaliser, or unknown.
+        """Return the bytes of a text that its ids do not tell: dropped, changed by a normaliser, or unknown.
 
         0 where the ids decode to the text. Otherwise every stretch of text is compared with what its own ids decode to:
         what is not in there is lost. Spaces that a decoder would put between all ids tell nothing.
@@ -252,7 +252,7 @@ class JsonTokenizer:
         return lost + len(text[end:].encode())
 
     def _lost_of(self, text: str, ids: tuple[int, ...], first: bool) -> int:
-        """Bytes of a stretch of text that its ids do not add to the text before them (``first``: there is none)."""
+        """Return the bytes of text that its ids do not add to the text before them (``first``: there is none)."""
         if not text:
             return 0
         pieces, before = self._pieces(np.asarray(ids)), [] if first else [self._neighbour]
@@ -265,7 +265,7 @@ class JsonTokenizer:
         return len(text.encode()) - sum(len(text[a : a + size].encode()) for a, _, size in blocks)
 
     def _pieces(self, ids: np.ndarray) -> list[str]:
-        """The spelling of ids, bytes as the characters that they are.
+        """Return the spelling of ids, bytes as the characters that they are.
 
         The library's own decoder makes every byte of a run U+FFFD where one of them is stray, and so unsays characters
         that were told before; and it leaves a space that is spelled in bytes (E2 96 81) as it is.
@@ -280,12 +280,12 @@ class JsonTokenizer:
 
     @functools.cached_property
     def _spellings(self) -> list[str | None]:
-        """Of each id its piece; None: special, or none."""
+        """Return the piece of each id; None: special, or none."""
         special = {id_ for id_, token in self._tokenizer.get_added_tokens_decoder().items() if token.special}
         return [None if id_ in special else self._tokenizer.id_to_token(id_) for id_ in range(self.vocab_size)]
 
     def special_tokens(self) -> dict[str, str]:
-        """{bos_token, eos_token, unk_token}: their spellings, of those that the file has."""
+        """Return {bos_token, eos_token, unk_token}: their spellings, of those that the file has."""
         ids = {"bos_token": self.bos_id, "eos_token": self.eos_id, "unk_token": self.unknown_id}
         spelled = {role: self._tokenizer.id_to_token(id_) for role, id_ in ids.items() if id_ >= 0}
         return {role: token for role, token in spelled.items() if token is not None}
@@ -302,7 +302,7 @@ class JsonTokenizer:
 
 
 def declared_special(path: Path) -> dict[str, str]:
-    """{bos_token, eos_token} that the ``tokenizer_config.json`` beside a tokenizer.json names, as far as it does.
+    """Return {bos_token, eos_token} as far as the ``tokenizer_config.json`` beside a tokenizer.json names them.
 
     Raises UserError where that file is not JSON.
     """
@@ -313,10 +313,10 @@ def declared_special(path: Path) -> dict[str, str]:
         described = json.loads(beside.read_text("utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"data.tokenizer: cannot read {beside}: {first_line(error)}") from None
-    found: dict[str, str] = {}
+    special: dict[str, str] = {}
     for role in ("bos_token", "eos_token"):
         token = described.get(role) if isinstance(described, dict) else None
         token = token.get("content") if isinstance(token, dict) else token
         if isinstance(token, str):
-            found[role] = token
-    return found
+            special[role] = token
+    return special

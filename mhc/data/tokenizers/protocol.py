@@ -1,4 +1,4 @@
-"""What the pipeline needs of a tokeniser."""
+"""Define what the pipeline needs of a tokeniser."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 
 
 class Tokenizer(Protocol):
-    """What the pipeline needs of a tokeniser."""
+    """Defines what the pipeline needs of a tokeniser."""
 
     vocab_size: int  # ids are 0 <= id < vocab_size, bos and eos included
     bos_id: int
@@ -20,27 +20,27 @@ class Tokenizer(Protocol):
     spelled: tuple[str, ...]  # spellings of bos and eos that a text turns into them
 
     def encode(self, text: bytes | str) -> np.ndarray:
-        """int32[n]: the ids of a UTF-8 text, without bos and eos."""
+        """Return int32[n]: the ids of a UTF-8 text, without bos and eos."""
         ...
 
     def encode_with_bytes(self, text: bytes | str) -> tuple[np.ndarray, np.ndarray]:
-        """(ids int32[n], bytes int32[n]): also the bytes of this text that each id covers, summing to its length."""
+        """Return (ids int32[n], bytes int32[n]): the bytes of this text that each id covers sum to its length."""
         ...
 
     def bytes_of(self, ids: np.ndarray, begins: bool) -> np.ndarray:
-        """int32[n]: bytes of the text that ids [n] stand for one after the other; ``begins``: at a text's beginning."""
+        """Return int32[n]: bytes of the text that ids [n] stand for in a row; ``begins``: at a text's beginning."""
         ...
 
     def lost(self, text: str) -> int:
-        """Bytes of a text that its ids do not tell: dropped, changed by a normaliser, or unknown."""
+        """Return the bytes of a text that its ids do not tell: dropped, changed by a normaliser, or unknown."""
         ...
 
     def decode(self, ids: Any) -> str:
-        """The text of a sequence of ids; special ids give nothing, broken UTF-8 gives U+FFFD."""
+        """Return the text of a sequence of ids; special ids give nothing, broken UTF-8 gives U+FFFD."""
         ...
 
     def special_tokens(self) -> dict[str, str]:
-        """{bos_token, eos_token, unk_token}: their spellings, of those that have one in a tokenizer.json."""
+        """Return {bos_token, eos_token, unk_token}: their spellings, of those that have one in a tokenizer.json."""
         ...
 
     def starts(self, id_: int) -> bool:

@@ -1,4 +1,4 @@
-"""How tokenisers spell: bytes, spaces and stretches of text, and what the tokenizers library says when it fails."""
+"""Read how tokenisers spell bytes, spaces and stretches of text, and turn the library's failures into messages."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ codecs.register_error(EACH, _each_stray_byte)
 
 @contextlib.contextmanager
 def said_by_the_library(what: str) -> Iterator[None]:
-    """Whatever the tokenizers library raises, bare exceptions and panics of its Rust, becomes a UserError."""
+    """Turn whatever the tokenizers library raises, bare exceptions and panics of its Rust, into a UserError."""
     try:
         yield
     except BaseException as error:
@@ -51,7 +51,7 @@ def utf8(text: str) -> bytes:
 
 
 def stretches(offsets: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int, slice]]:
-    """(first character, end, ids) of the stretches of text that no id reaches over."""
+    """Yield (first character, end, ids) of the stretches of text that no id reaches over."""
     first, start, end = 0, *(offsets[0] if offsets else (0, 0))
     for index, (begin, stop) in enumerate(offsets):
         if begin >= end and index:
@@ -82,7 +82,7 @@ def plain_decoder(tokenizer: Any, described: dict[str, Any]) -> Any:
 
 
 def byte_offsets(string: str) -> np.ndarray:
-    """int64[len(string) + 1]: where each character starts in UTF-8, and the length in bytes."""
+    """Return int64[len(string) + 1]: where each character starts in UTF-8, and the length in bytes."""
     if string.isascii():
         return np.arange(len(string) + 1, dtype=np.int64)
     points = np.frombuffer(string.encode("utf-32-le"), np.uint32)
@@ -105,7 +105,7 @@ def later_bytes() -> frozenset[str]:
 
 
 def piece_lengths(described: dict[str, Any], vocabulary: dict[str, int], size: int) -> np.ndarray:
-    """int32[size]: bytes that each id of a vocabulary stands for where no document is at hand, 0 for special ones."""
+    """Return int32[size]: bytes that each id stands for where no document is at hand, 0 for special ones."""
     lengths = np.zeros(size, np.int32)
     added = {token["id"]: bool(token["special"]) for token in described.get("added_tokens") or []}
     byte_level = is_byte_level(described)
