@@ -1,4 +1,4 @@
-"""Benchmarks of EleutherAI's lm-evaluation-harness on a checkpoint (`pip install -e '.[eval]'`; torch is not needed).
+"""Run benchmarks of EleutherAI's lm-evaluation-harness on a checkpoint (`pip install -e '.[eval]'`, without torch).
 
     python -m eval.harness --checkpoint runs/a --tasks hellaswag,piqa
     python -m eval.harness --checkpoint runs/a --tasks mhc_paper --data datasets --json found.json

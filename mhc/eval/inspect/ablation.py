@@ -36,7 +36,7 @@ class Case(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Its name in tables and figures."""
+        """Return the name in tables and figures."""
         if self.layer is not None and self.kind != "head":
             return f"{self.kind} {self.layer}"
         return f"{self.kind} {' '.join(f'{layer}.{head}' for layer, head in self.heads)}"
