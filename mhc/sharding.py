@@ -1,4 +1,4 @@
-"""How arrays are laid out over the mesh: the one file that knows.
+"""Lay arrays out over the mesh; this is the one file that knows how.
 
 Axes of the mesh: ``data`` (replicas; may span slices), ``fsdp`` (parameters and optimiser state in shards), ``tensor``
 (heads, feed-forward columns, vocabulary, and the width of streams between sublayers), ``expert``. The batch is split
@@ -60,7 +60,7 @@ RULES: dict[str, tuple[str, ...]] = {
 
 
 def make_mesh(config: MeshConfig, devices: list[jax.Device] | None = None) -> Mesh:
-    """The mesh over all devices, axes of type Auto. One axis may be -1: what the others leave.
+    """Make the mesh over all devices, axes of type Auto. One axis may be -1: what the others leave.
 
     Devices of several slices, joined by a slower network, are parts of ``data``: what they exchange is gradients, once
     a step.
@@ -116,7 +116,7 @@ def check_rules(axes: tuple[str, ...]) -> None:
 
 
 def logical_axes(path: str, ndim: int) -> tuple[str, ...]:
-    """Logical axes of the leaf at ``path`` (a/b/c), a parameter or the optimiser's copy of one.
+    """Return the logical axes of the leaf at ``path`` (a/b/c), a parameter or the optimiser's copy of one.
 
     Raises:
       ValueError: no row of `mhc.model.parameters` covers the path, or it has another number of axes.
@@ -133,12 +133,12 @@ def logical_axes(path: str, ndim: int) -> tuple[str, ...]:
 
 
 def path_of(key_path: tuple[Any, ...]) -> str:
-    """A jax key path as a/b/c."""
+    """Return a jax key path as a/b/c."""
     return "/".join(str(getattr(key, "key", getattr(key, "name", getattr(key, "idx", key)))) for key in key_path)
 
 
 def partition_spec(path: str, shape: tuple[int, ...], mesh: Mesh | AbstractMesh) -> PartitionSpec:
-    """Layout of one leaf. An axis that its mesh axes do not divide is kept whole over those in the way, and logged."""
+    """Return the layout of one leaf. An axis that its mesh axes do not divide is kept whole over those, and logged."""
     spec = []
     for axis, size in zip(logical_axes(path, len(shape)), shape, strict=True):
         split = _dividing(size, RULES[axis], mesh)
@@ -150,26 +150,26 @@ def partition_spec(path: str, shape: tuple[int, ...], mesh: Mesh | AbstractMesh)
 
 
 def _dividing(size: int, axes: tuple[str, ...], mesh: Mesh | AbstractMesh) -> tuple[str, ...]:
-    """Of ``axes`` all, or else those that split ``size`` into the most even parts."""
+    """Return all ``axes`` if they divide ``size``, or else those that split it into the most even parts."""
     choices = [chosen for count in range(len(axes), -1, -1) for chosen in itertools.combinations(axes, count)]
     parts = {chosen: math.prod(mesh.shape[axis] for axis in chosen) for chosen in choices}
     return max((chosen for chosen in choices if size % parts[chosen] == 0), key=parts.__getitem__)
 
 
 def shardings(tree: Any, mesh: Mesh) -> Any:
-    """NamedSharding of every leaf of a tree of parameters or optimiser state (arrays or their shapes)."""
+    """Return the NamedSharding of every leaf of a tree of parameters or optimiser state (arrays or their shapes)."""
     return jax.tree_util.tree_map_with_path(
         lambda path, leaf: NamedSharding(mesh, partition_spec(path_of(path), leaf.shape, mesh)), tree
     )
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
-    """Layout of [B, ...] arrays: rows over data, fsdp and expert."""
+    """Return the layout of [B, ...] arrays: rows over data, fsdp and expert."""
     return NamedSharding(mesh, PartitionSpec(BATCH_AXES))
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
-    """Layout of what every device holds whole."""
+    """Return the layout of what every device holds whole."""
     return NamedSharding(mesh, PartitionSpec())
 
 
@@ -185,7 +185,7 @@ def check_batch(rows: int, mesh: Mesh, name: str) -> None:
 
 
 def local_rows(mesh: Mesh, rows: int) -> list[int]:
-    """The rows of a global batch of ``rows`` that this process' devices hold, ascending.
+    """Return the rows of a global batch of ``rows`` that this process' devices hold, ascending.
 
     Processes may hold the same rows, where the batch is not split between them.
     """
@@ -194,7 +194,7 @@ def local_rows(mesh: Mesh, rows: int) -> list[int]:
 
 
 def put_batch(batch: Mapping[str, np.ndarray], mesh: Mesh) -> dict[str, jax.Array]:
-    """This process' rows of a batch (`local_rows`) as arrays over the whole mesh."""
+    """Put this process' rows of a batch (`local_rows`) into arrays over the whole mesh."""
     layout = batch_sharding(mesh)
     shards = math.prod(mesh.shape[axis] for axis in BATCH_AXES)
     ours = local_rows(mesh, shards)  # of each array, equal parts in this order
@@ -223,7 +223,7 @@ def put_whole(arrays: Mapping[str, np.ndarray], mesh: Mesh) -> dict[str, jax.Arr
 
 
 def threads_of_one_cpu(mesh: Mesh) -> bool:
-    """Whether the mesh's devices are threads of a CPU, as tests and trials have them."""
+    """Return whether the mesh's devices are threads of a CPU, as tests and trials have them."""
     return mesh.size > 1 and mesh.devices.flat[0].platform == "cpu"
 
 
@@ -237,7 +237,7 @@ def in_order(result: T, mesh: Mesh) -> T:
 
 
 def jit(function: Callable[..., Any], mesh: Mesh | None, **options: Any) -> Any:
-    """``jax.jit`` with these options, for a program with collectives over the mesh.
+    """Apply ``jax.jit`` with these options, for a program with collectives over the mesh.
 
     Where devices are threads of a CPU, two independent collectives of one program may be entered in different orders by
     different devices, and wait for each other for ever. So their order is fixed by a compiler option, where XLA has
@@ -255,7 +255,7 @@ _CACHED_FROM = "jax_persistent_cache_min_compile_time_secs"
 
 
 class _Uncached:
-    """A function of jax.jit whose programs the persistent compilation cache does not keep."""
+    """Calls a function of jax.jit whose programs the persistent compilation cache does not keep."""
 
     def __init__(self, jitted: Any):
         self._jitted = jitted
@@ -278,7 +278,7 @@ _MESH: contextvars.ContextVar[Mesh | None] = contextvars.ContextVar("mesh", defa
 
 @contextlib.contextmanager
 def tracing_for(mesh: Mesh | None) -> Iterator[None]:
-    """What is traced inside is for this mesh: ``current_mesh`` gives it."""
+    """Trace for this mesh inside the block: ``current_mesh`` gives it."""
     token = _MESH.set(mesh)
     try:
         yield
@@ -298,18 +298,18 @@ def traced_for(function: Callable[..., Any], mesh: Mesh | None) -> Callable[...,
 
 
 def current_mesh() -> Mesh | None:
-    """The mesh of ``tracing_for``; None outside of it."""
+    """Return the mesh of ``tracing_for``; None outside of it."""
     return _MESH.get()
 
 
 def compiles_for_tpu() -> bool:
-    """Whether what is traced will run on a TPU, also where this process has none."""
+    """Return whether what is traced will run on a TPU, also where this process has none."""
     mesh = _MESH.get()
     return mesh is not None and mesh.devices.flat[0].platform == "tpu"
 
 
 def _width(width: int, mesh: Mesh) -> str | None:
-    """The mesh axis over which activations split a width of so many."""
+    """Return the mesh axis over which activations split a width of so many, or None."""
     return None if width % mesh.shape["tensor"] else "tensor"
 
 
@@ -327,13 +327,13 @@ def _mesh_to_split() -> Mesh | None:
 
 
 def constrain_batch(x: jax.Array) -> jax.Array:
-    """``x`` [B, ...] with its rows split over the mesh of ``tracing_for`` and all else whole; unchanged without one."""
+    """Return ``x`` [B, ...] with its rows split over the mesh of ``tracing_for``; unchanged without a mesh."""
     mesh = _mesh_to_split()
     return x if mesh is None else _constrained(x, PartitionSpec(BATCH_AXES), mesh)
 
 
 def constrain_streams(x: jax.Array) -> jax.Array:
-    """``x`` [B, T, ..., D], streams or one of them: rows over the batch axes, D over tensor, all between whole.
+    """Return ``x`` [B, T, ..., D], streams or one of them: rows over the batch axes, D over tensor, the rest whole.
 
     A connection then works on its part of D, and what devices exchange are the maps' logits: a few numbers a token.
     """
@@ -343,7 +343,7 @@ def constrain_streams(x: jax.Array) -> jax.Array:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
 def _moved(x: jax.Array, to: PartitionSpec, back: PartitionSpec, mesh: Mesh) -> jax.Array:
-    """``x`` laid out as ``to``, its gradient as ``back``: a constraint alone would hold the gradient to ``to``."""
+    """Return ``x`` laid out as ``to``, and its gradient as ``back``; one constraint would lay out both alike."""
     return _constrained(x, to, mesh)
 
 
@@ -354,20 +354,28 @@ _moved.defvjp(
 
 
 def gather_width(u: jax.Array) -> jax.Array:
-    """What a sublayer is given, ``u`` [B, T, D]: D whole. Its gradient, a sum over tensor, is split as the streams."""
+    """Return a sublayer's input ``u`` [B, T, D] with D whole.
+
+    Its gradient, a sum over tensor, is split as the streams are.
+    """
     mesh = _mesh_to_split()
     return u if mesh is None else _moved(u, PartitionSpec(BATCH_AXES), _streams_spec(u.shape, mesh), mesh)
 
 
 def split_width(y: jax.Array) -> jax.Array:
-    """What a sublayer gave, ``y`` [B, T, D], a sum over tensor: D split as the streams'. Its gradient is whole."""
+    """Return a sublayer's output ``y`` [B, T, D], a sum over tensor, with D split as the streams'.
+
+    Its gradient is whole.
+    """
     mesh = _mesh_to_split()
     return y if mesh is None else _moved(y, _streams_spec(y.shape, mesh), PartitionSpec(BATCH_AXES), mesh)
 
 
 def by_rows(function: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
-    """``function`` from [B, ...] to [B, ...], row by row, on each device's own rows of ``x``: for operations that the
-    compiler would run on all rows everywhere."""
+    """Apply ``function`` from [B, ...] to [B, ...] on each device's own rows of ``x``.
+
+    This is for operations that the compiler would run on all rows everywhere.
+    """
     mesh = _mesh_to_split()
     if mesh is None or x.shape[0] % math.prod(mesh.shape[axis] for axis in BATCH_AXES):
         return function(x)
@@ -376,8 +384,11 @@ def by_rows(function: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Arr
 
 
 def whole_rows(table: jax.Array, axis: str) -> jax.Array:
-    """A ``table`` [rows, D] from which tokens look up rows, rows as the logical ``axis`` lies and D whole: a D split
-    over fsdp, as the batch is, would give each device a part of every token, and gather all of them everywhere."""
+    """Return a ``table`` [rows, D] to look rows up in, with D whole and rows as the logical ``axis`` lies.
+
+    A D split over fsdp, as the batch is, would give each device a part of every token, and gather all of them
+    everywhere.
+    """
     mesh = _mesh_to_split()
     if mesh is None:
         return table
