@@ -1,4 +1,4 @@
-"""Lay arrays out over the mesh; this is the one file that knows how.
+"""How arrays are laid out over the mesh: the one file that knows.
 
 Axes of the mesh: ``data`` (replicas; may span slices), ``fsdp`` (parameters and optimiser state in shards), ``tensor``
 (heads, feed-forward columns, vocabulary, and the width of streams between sublayers), ``expert``. The batch is split
@@ -60,7 +60,7 @@ RULES: dict[str, tuple[str, ...]] = {
 
 
 def make_mesh(config: MeshConfig, devices: list[jax.Device] | None = None) -> Mesh:
-    """Make the mesh over all devices, axes of type Auto. One axis may be -1: what the others leave.
+    """Return the mesh over all devices, axes of type Auto. One axis may be -1: what the others leave.
 
     Devices of several slices, joined by a slower network, are parts of ``data``: what they exchange is gradients, once
     a step.
@@ -138,7 +138,7 @@ def path_of(key_path: tuple[Any, ...]) -> str:
 
 
 def partition_spec(path: str, shape: tuple[int, ...], mesh: Mesh | AbstractMesh) -> PartitionSpec:
-    """Return the layout of one leaf. An axis that its mesh axes do not divide is kept whole over those, and logged."""
+    """Return the layout of a leaf. An axis stays whole over mesh axes that do not divide it, and that is logged."""
     spec = []
     for axis, size in zip(logical_axes(path, len(shape)), shape, strict=True):
         split = _dividing(size, RULES[axis], mesh)
@@ -150,7 +150,7 @@ def partition_spec(path: str, shape: tuple[int, ...], mesh: Mesh | AbstractMesh)
 
 
 def _dividing(size: int, axes: tuple[str, ...], mesh: Mesh | AbstractMesh) -> tuple[str, ...]:
-    """Return all ``axes`` if they divide ``size``, or else those that split it into the most even parts."""
+    """Return all of ``axes``, or else those that split ``size`` into the most even parts."""
     choices = [chosen for count in range(len(axes), -1, -1) for chosen in itertools.combinations(axes, count)]
     parts = {chosen: math.prod(mesh.shape[axis] for axis in chosen) for chosen in choices}
     return max((chosen for chosen in choices if size % parts[chosen] == 0), key=parts.__getitem__)
@@ -194,7 +194,7 @@ def local_rows(mesh: Mesh, rows: int) -> list[int]:
 
 
 def put_batch(batch: Mapping[str, np.ndarray], mesh: Mesh) -> dict[str, jax.Array]:
-    """Put this process' rows of a batch (`local_rows`) into arrays over the whole mesh."""
+    """Return this process' rows of a batch (`local_rows`) as arrays over the whole mesh."""
     layout = batch_sharding(mesh)
     shards = math.prod(mesh.shape[axis] for axis in BATCH_AXES)
     ours = local_rows(mesh, shards)  # of each array, equal parts in this order
@@ -237,7 +237,7 @@ def in_order(result: T, mesh: Mesh) -> T:
 
 
 def jit(function: Callable[..., Any], mesh: Mesh | None, **options: Any) -> Any:
-    """Apply ``jax.jit`` with these options, for a program with collectives over the mesh.
+    """Apply ``jax.jit`` with these options to a program with collectives over the mesh.
 
     Where devices are threads of a CPU, two independent collectives of one program may be entered in different orders by
     different devices, and wait for each other for ever. So their order is fixed by a compiler option, where XLA has
@@ -255,7 +255,7 @@ _CACHED_FROM = "jax_persistent_cache_min_compile_time_secs"
 
 
 class _Uncached:
-    """Calls a function of jax.jit whose programs the persistent compilation cache does not keep."""
+    """Holds a function of jax.jit whose programs the persistent compilation cache does not keep."""
 
     def __init__(self, jitted: Any):
         self._jitted = jitted
@@ -278,7 +278,7 @@ _MESH: contextvars.ContextVar[Mesh | None] = contextvars.ContextVar("mesh", defa
 
 @contextlib.contextmanager
 def tracing_for(mesh: Mesh | None) -> Iterator[None]:
-    """Trace for this mesh inside the block: ``current_mesh`` gives it."""
+    """Trace what is inside for this mesh: ``current_mesh`` gives it."""
     token = _MESH.set(mesh)
     try:
         yield
@@ -298,7 +298,7 @@ def traced_for(function: Callable[..., Any], mesh: Mesh | None) -> Callable[...,
 
 
 def current_mesh() -> Mesh | None:
-    """Return the mesh of ``tracing_for``; None outside of it."""
+    """Return the mesh of ``tracing_for``, None outside of it."""
     return _MESH.get()
 
 
@@ -309,7 +309,7 @@ def compiles_for_tpu() -> bool:
 
 
 def _width(width: int, mesh: Mesh) -> str | None:
-    """Return the mesh axis over which activations split a width of so many, or None."""
+    """Return the mesh axis over which activations split a width."""
     return None if width % mesh.shape["tensor"] else "tensor"
 
 
@@ -327,13 +327,13 @@ def _mesh_to_split() -> Mesh | None:
 
 
 def constrain_batch(x: jax.Array) -> jax.Array:
-    """Return ``x`` [B, ...] with its rows split over the mesh of ``tracing_for``; unchanged without a mesh."""
+    """Return ``x`` [B, ...], its rows split over the mesh of ``tracing_for``; without a mesh, as it is."""
     mesh = _mesh_to_split()
     return x if mesh is None else _constrained(x, PartitionSpec(BATCH_AXES), mesh)
 
 
 def constrain_streams(x: jax.Array) -> jax.Array:
-    """Return ``x`` [B, T, ..., D], streams or one of them: rows over the batch axes, D over tensor, the rest whole.
+    """Lay ``x`` [B, T, ..., D], streams or one of them, out: rows over the batch axes, D over tensor, the rest whole.
 
     A connection then works on its part of D, and what devices exchange are the maps' logits: a few numbers a token.
     """
@@ -343,7 +343,7 @@ def constrain_streams(x: jax.Array) -> jax.Array:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
 def _moved(x: jax.Array, to: PartitionSpec, back: PartitionSpec, mesh: Mesh) -> jax.Array:
-    """Return ``x`` laid out as ``to``, and its gradient as ``back``; one constraint would lay out both alike."""
+    """Return ``x`` laid out as ``to``, its gradient as ``back``: a constraint alone would lay both out as ``to``."""
     return _constrained(x, to, mesh)
 
 
@@ -354,27 +354,21 @@ _moved.defvjp(
 
 
 def gather_width(u: jax.Array) -> jax.Array:
-    """Return a sublayer's input ``u`` [B, T, D] with D whole.
-
-    Its gradient, a sum over tensor, is split as the streams are.
-    """
+    """Return a sublayer's input ``u`` [B, T, D], D whole; its gradient, a sum over tensor, is split as the streams."""
     mesh = _mesh_to_split()
     return u if mesh is None else _moved(u, PartitionSpec(BATCH_AXES), _streams_spec(u.shape, mesh), mesh)
 
 
 def split_width(y: jax.Array) -> jax.Array:
-    """Return a sublayer's output ``y`` [B, T, D], a sum over tensor, with D split as the streams'.
-
-    Its gradient is whole.
-    """
+    """Return a sublayer's output ``y`` [B, T, D], a sum over tensor, D split as the streams'; its gradient is whole."""
     mesh = _mesh_to_split()
     return y if mesh is None else _moved(y, _streams_spec(y.shape, mesh), PartitionSpec(BATCH_AXES), mesh)
 
 
 def by_rows(function: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
-    """Apply ``function`` from [B, ...] to [B, ...] on each device's own rows of ``x``.
+    """Apply a row by row ``function`` from [B, ...] to [B, ...] on each device's own rows of ``x``.
 
-    This is for operations that the compiler would run on all rows everywhere.
+    It is for operations that the compiler would run on all rows everywhere.
     """
     mesh = _mesh_to_split()
     if mesh is None or x.shape[0] % math.prod(mesh.shape[axis] for axis in BATCH_AXES):
@@ -384,10 +378,9 @@ def by_rows(function: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Arr
 
 
 def whole_rows(table: jax.Array, axis: str) -> jax.Array:
-    """Return a ``table`` [rows, D] to look rows up in, with D whole and rows as the logical ``axis`` lies.
+    """Lay a ``table`` [rows, D], in which tokens look up rows, out: rows as the logical ``axis`` lies, D whole.
 
-    A D split over fsdp, as the batch is, would give each device a part of every token, and gather all of them
-    everywhere.
+    With D split over fsdp, as the batch is, each device would get a part of every token, and gather all of them.
     """
     mesh = _mesh_to_split()
     if mesh is None:

@@ -22,6 +22,7 @@ _FLAGS = {
     "--xla_force_host_platform_device_count": "8",
     "--xla_backend_optimization_level": "0",
     "--xla_cpu_use_fusion_emitters": "false",
+    "--xla_cpu_parallel_codegen_split_count": "1",  # cutting a small program for several threads costs a fifth more
     # Two independent collectives of one program in a fixed order: devices that are threads may deadlock otherwise.
     "--xla_cpu_enable_concurrency_optimized_scheduler": "false",
 }
@@ -35,6 +36,10 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 # Programs that tests start as subprocesses inherit these.
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parents[1] / ".jax_cache"))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+
+# Tracing makes many objects that reference counts free; looking for cycles among them as often as Python does by itself
+# costs a quarter of the time of tracing.
+gc.set_threshold(50_000, 10, 10)
 
 # Time limits of single examples say how loaded the machine is, not whether a property holds.
 hypothesis.settings.register_profile("project", deadline=None)
@@ -86,6 +91,12 @@ def pytest_configure(config: pytest.Config) -> None:
     """Measure every test, in workers too; the process that started them writes the file."""
     path = None if hasattr(config, "workerinput") else config.getoption("slowest")
     config.pluginmanager.register(durations.Durations(path))
+
+
+def pytest_collection_finish() -> None:
+    """Leave what was imported out of every later search for cycles."""
+    gc.collect()
+    gc.freeze()
 
 
 REASONS = ("product", "process", "long")  # why a test is not in `make test`: pyproject.toml says what each means

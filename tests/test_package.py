@@ -387,5 +387,7 @@ def test_with_the_extra_a_file_of_the_user_s_is_trained_compared_and_varied(
     environment.run("-m", "mhc.eval.compare", "grid")
     assert (environment.work / "grid/report.html").is_file()
     assert len(json.loads((environment.work / "grid/summary.json").read_text())["arms"]) == 2
+    said = environment.run("-m", "mhc.eval.harness", "--checkpoint", "runs/a", "--tasks", "hellaswag", code=2)
+    assert "pip install 'mhc-jax[eval]'" in said and said.count("\n") == 1, said
     said = environment.run("-m", "mhc.train", "--config", "configs/demo.py", "--workdir", "runs/b", code=2)
     assert "configs/ lies in a checkout of the project" in said and said.count("\n") == 1, said

@@ -1,4 +1,4 @@
-"""Turn a corpus into batches: sources, tokenisers, packing, and the pipeline over them."""
+"""Turn corpora into batches: sources, tokenisers, packing, and the pipeline."""
 
 from mhc.extras import require_train
 

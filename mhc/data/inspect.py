@@ -1,13 +1,13 @@
-"""Show what a run reads: packed batches in clear, and statistics of the corpus.
+"""Show what a run reads: packed batches as text, and statistics of the corpus.
 
     python -m mhc.data.inspect --config configs/demo.py --config.data.source='text:corpus/*.txt'
     python -m mhc.data.inspect --config configs/demo.py --split validation --rows 1 --places
     python -m mhc.data.inspect --config configs/demo.py --documents 0 --json found.json
 
-Prints the first rows of the first batches exactly as training (or validation) gets them: for every segment its places,
-positions and text, with ⟨bos⟩ and ⟨eos⟩, and which targets count; ``--places`` a line for each place. Then, over
-``--documents`` documents of the split, their number, tokens, bytes a token and lengths, and over the batches that were
-made the share of padding and of each source of a mixture. Of several validation sets, each by itself.
+The program prints the first rows of the first batches exactly as training (or validation) gets them: the places,
+positions and text of each segment, with ⟨bos⟩ and ⟨eos⟩, and which targets count; ``--places`` prints a line for each
+place. Then it prints the number, tokens, bytes a token and lengths of ``--documents`` documents of the split, and the
+shares of padding and of each source of a mixture in the batches. Several validation sets are shown one by one.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ import numpy as np
 from mhc import cli
 from mhc.config import Config, shares
 from mhc.data import pipeline, tokenizers
-from mhc.data.corpus.fidelity import reason, share_lost
-from mhc.data.corpus.fidelity import said as share_said
+from mhc.data.corpus import fidelity
 from mhc.data.corpus.sources import Split, parts
 from mhc.data.rows.encoding import encoder, open_corpus
 from mhc.data.rows.packing import Batch
 from mhc.data.tokenizers import Tokenizer
 from mhc.errors import UserError
+from mhc.files import write_json
 
 WIDTH = 100  # characters of a segment's text that are shown, half from each end
 
@@ -43,7 +43,7 @@ class Segment(NamedTuple):
     last: int
     positions: tuple[int, int]  # within its stretch
     counted: int  # targets with a weight
-    text: str  # of the inputs and the last target
+    text: str  # that the inputs and the last target spell
 
 
 def spelled(tokenizer: Tokenizer, ids: np.ndarray) -> str:
@@ -57,9 +57,9 @@ def spelled(tokenizer: Tokenizer, ids: np.ndarray) -> str:
 
 
 def segments(tokenizer: Tokenizer, batch: Batch, row: int) -> list[Segment]:
-    """Return the segments of a row, in order; padding is none."""
+    """Return the segments of a row, in order; padding is skipped."""
     ids = batch["segment_ids"][row]
-    stretches = []
+    row_segments = []
     for number in np.unique(ids[ids > 0]):
         (places,) = np.nonzero(ids == number)
         first, last = int(places[0]), int(places[-1])
@@ -67,12 +67,12 @@ def segments(tokenizer: Tokenizer, batch: Batch, row: int) -> list[Segment]:
         positions = batch["positions"][row, [first, last]]
         counted = int((batch["weights"][row, places] > 0).sum())
         ends = (int(positions[0]), int(positions[1]))
-        stretches.append(Segment(first, last, ends, counted, spelled(tokenizer, tokens)))
-    return stretches
+        row_segments.append(Segment(first, last, ends, counted, spelled(tokenizer, tokens)))
+    return row_segments
 
 
 def read(config: Config, split: Split, batches: int) -> Iterator[tuple[str, Batch]]:
-    """Yield the first batches of training, or of each validation set in turn, each with its set's name or ""."""
+    """Yield the first batches of training, or of each validation set, each with its set's name or ""."""
     tokenizer, size = tokenizers.load(config.data.tokenizer), config.train.batch_size
     if split == "train":
         data = dataclasses.replace(config.data, workers=0)  # a few batches: sooner read than processes started
@@ -86,25 +86,25 @@ def read(config: Config, split: Split, batches: int) -> Iterator[tuple[str, Batc
     sets = pipeline.validation_sets(
         config.data, tokenizer, batch_size=size, count=config.validation_rows, spread=spread
     )
-    for name, rows in sets.items():
-        print(rows.said(name))
-        yield from ((name, batch) for batch in itertools.islice(rows, batches))
+    for name, validation in sets.items():
+        print(validation.coverage(name))
+        yield from ((name, batch) for batch in itertools.islice(validation, batches))
 
 
 # Statistics -----------------------------------------------------------------------------------------------------------
 
 
 class Lengths(NamedTuple):
-    """Holds the lengths of the documents that were read."""
+    """Holds the sizes of the documents that were read."""
 
-    documents: int  # of the split
+    documents: int  # in the split
     tokens: np.ndarray  # of each document read: bos left out, eos counted
     bytes: np.ndarray
     lost: float  # share of the bytes that the tokeniser loses
 
 
 def lengths(config: Config, split: Split, most: int, tell: Any = lambda done, total: None) -> Lengths:
-    """Measure ``most`` documents, evenly over the split; 0: all."""
+    """Measure ``most`` documents spread evenly over the split, or all of them with 0."""
     tokenizer = tokenizers.load(config.data.tokenizer)
     source = open_corpus(config.data, tokenizer, split)
     encode = encoder(source, tokenizer)
@@ -116,12 +116,12 @@ def lengths(config: Config, split: Split, most: int, tell: Any = lambda done, to
         tokens.append(len(pairs))
         size.append(int(pairs.sum()))
         tell(done, len(chosen))
-    return Lengths(count, np.array(tokens, np.int64), np.array(size, np.int64), share_lost(source, tokenizer))
+    return Lengths(count, np.array(tokens, np.int64), np.array(size, np.int64), fidelity.share_lost(source, tokenizer))
 
 
-def statistics(found: Lengths, batches: Sequence[Batch], config: Config) -> dict[str, Any]:
-    """Return the statistics of a split; numbers of tokens and bytes are of the documents that were read."""
-    tokens = found.tokens
+def statistics(measured: Lengths, batches: Sequence[Batch], config: Config) -> dict[str, Any]:
+    """Return the statistics of a split; tokens and bytes are counted over the documents that were read."""
+    tokens = measured.tokens
     places = sum(batch["weights"].size for batch in batches)
     filled = sum(int((batch["segment_ids"] > 0).sum()) for batch in batches)
     counted = sum(int((batch["weights"] > 0).sum()) for batch in batches)
@@ -132,14 +132,17 @@ def statistics(found: Lengths, batches: Sequence[Batch], config: Config) -> dict
     if batches and "sources" in batches[0]:
         rows = np.concatenate([batch["sources"] for batch in batches])
         part = np.bincount(rows, minlength=len(named)) / len(rows)
-        sources = {one.name: {"weight": one.weight, "share": float(x)} for one, x in zip(named, part, strict=True)}
+        sources = {
+            source.name: {"weight": source.weight, "share": float(share)}
+            for source, share in zip(named, part, strict=True)
+        }
     return {
-        "documents": found.documents,
+        "documents": measured.documents,
         "documents_read": len(tokens),
         "tokens": int(tokens.sum()),
-        "bytes": int(found.bytes.sum()),
-        "bytes_lost": found.lost,
-        "bytes_per_token": float(found.bytes.sum() / max(tokens.sum(), 1)),
+        "bytes": int(measured.bytes.sum()),
+        "bytes_lost": measured.lost,
+        "bytes_per_token": float(measured.bytes.sum() / max(tokens.sum(), 1)),
         "tokens_of_a_document": {
             "mean": float(tokens.mean()),
             **{f"p{p}": float(np.percentile(tokens, p)) for p in (5, 50, 95)},
@@ -166,16 +169,17 @@ def describe_row(
 ) -> Iterator[str]:
     """Yield lines on a row of batch ``number``; ``names`` are those of a mixture's sources."""
     where = f"set {of_set}, " if of_set else ""
-    of_source = f", of {names[int(batch['sources'][row])]}" if "sources" in batch else ""
-    stretches = segments(tokenizer, batch, row)
+    source = f", of {names[int(batch['sources'][row])]}" if "sources" in batch else ""
+    row_segments = segments(tokenizer, batch, row)
     padding = int((batch["segment_ids"][row] == 0).sum())
-    yield f"{where}batch {number}, row {row}{of_source}: {len(stretches)} segment(s), {padding} places of padding"
-    for index, s in enumerate(stretches, start=1):
-        text = s.text if len(s.text) <= WIDTH else f"{s.text[: WIDTH // 2]} … {s.text[-WIDTH // 2 :]}"
-        whole = "all count" if s.counted == s.last - s.first + 1 else f"{s.counted} count"
+    yield f"{where}batch {number}, row {row}{source}: {len(row_segments)} segment(s), {padding} places of padding"
+    for index, segment in enumerate(row_segments, start=1):
+        text, (begin, end) = segment.text, segment.positions
+        shown = text if len(text) <= WIDTH else f"{text[: WIDTH // 2]} … {text[-WIDTH // 2 :]}"
+        whole = segment.counted == segment.last - segment.first + 1
         yield (
-            f"  segment {index}: places {s.first}–{s.last}, positions {s.positions[0]}–{s.positions[1]}, "
-            f"{whole}: {text!r}"
+            f"  segment {index}: places {segment.first}–{segment.last}, positions {begin}–{end}, "
+            f"{'all' if whole else segment.counted} count: {shown!r}"
         )
 
 
@@ -194,31 +198,32 @@ def describe_places(tokenizer: Tokenizer, batch: Batch, row: int) -> Iterator[st
         )
 
 
-def report(said: dict[str, Any], config: Config) -> Iterator[str]:
-    """Yield lines on the statistics."""
-    some = "" if said["documents_read"] == said["documents"] else f" ({said['documents_read']:,} of them read)"
-    sizes = said["tokens_of_a_document"]
+def report(figures: dict[str, Any], config: Config) -> Iterator[str]:
+    """Yield lines on the `statistics` of a split."""
+    some = "" if figures["documents_read"] == figures["documents"] else f" ({figures['documents_read']:,} of them read)"
+    sizes = figures["tokens_of_a_document"]
     yield (
-        f"{said['documents']:,} documents{some}: {said['tokens']:,} tokens, {said['bytes']:,} bytes, "
-        f"{said['bytes_per_token']:.3f} bytes a token"
+        f"{figures['documents']:,} documents{some}: {figures['tokens']:,} tokens, {figures['bytes']:,} bytes, "
+        f"{figures['bytes_per_token']:.3f} bytes a token"
     )
-    name = config.data.tokenizer
-    yield reason(said["bytes_lost"], name) or share_said(said["bytes_lost"], name)
+    lost, name = figures["bytes_lost"], config.data.tokenizer
+    yield fidelity.why_withheld(lost, name) or fidelity.describe(lost, name)
     yield (
         f"tokens of a document: mean {sizes['mean']:,.1f}, 5 % {sizes['p5']:,.0f}, median {sizes['p50']:,.0f}, "
-        f"95 % {sizes['p95']:,.0f}, longest {sizes['max']:,}; longer than a row: {said['longer_than_a_row']:.1%}"
+        f"95 % {sizes['p95']:,.0f}, longest {sizes['max']:,}; longer than a row: {figures['longer_than_a_row']:.1%}"
     )
-    most = max(entry["documents"] for entry in said["histogram"])
-    for entry in said["histogram"]:
-        bar = "█" * math.ceil(40 * entry["documents"] / most)
-        yield f"  {entry['from']:>9,} to {entry['below'] - 1:>9,}  {entry['documents']:>9,}  {bar}"
-    yield f"in {said['batches']} batch(es): padding {said['padding']:.2%}, targets that count {said['counted']:.2%}"
-    for name, entry in (said["sources"] or {}).items():
-        yield f"  {name}: {entry['share']:.2%} of the rows, weight {entry['weight']:.2%}"
+    most = max(group["documents"] for group in figures["histogram"])
+    for group in figures["histogram"]:
+        bar = "█" * math.ceil(40 * group["documents"] / most)
+        yield f"  {group['from']:>9,} to {group['below'] - 1:>9,}  {group['documents']:>9,}  {bar}"
+    padding, counted = figures["padding"], figures["counted"]
+    yield f"in {figures['batches']} batch(es): padding {padding:.2%}, targets that count {counted:.2%}"
+    for name, source in (figures["sources"] or {}).items():
+        yield f"  {name}: {source['share']:.2%} of the rows, weight {source['weight']:.2%}"
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the command line; return the exit code. Raises UserError for a mistake."""
+    """Run the program and return its exit code. Raises UserError for a user's mistake."""
     parser = cli.Parser(
         description="Show packed batches and statistics of a corpus.",
         example="{prog} --config configs/demo.py --config.data.source='text:corpus/*.txt'",
@@ -239,7 +244,7 @@ def main(arguments: Sequence[str]) -> int:
     if options.json:
         cli.check_file(options.json, "--json")
     tokenizer = tokenizers.load(config.data.tokenizer)
-    names = [one.name for one in shares(config.data.source)]
+    names = [share.name for share in shares(config.data.source)]
     batches: dict[str, list[Batch]] = {}
     for name, batch in read(config, options.split, options.batches):
         of_set = batches.setdefault(name, [])
@@ -258,18 +263,17 @@ def main(arguments: Sequence[str]) -> int:
 
     each = {"": config}
     if options.split == "validation":
-        each = {one.name: dataclasses.replace(config, data=own) for one, own in parts(config.data, "validation")}
-    by_set = {
-        name: statistics(lengths(own, options.split, options.documents, tell), batches.get(name, []), config)
-        for name, own in each.items()
+        sets = parts(config.data, "validation")
+        each = {share.name: dataclasses.replace(config, data=data) for share, data in sets}
+    figures = {
+        name: statistics(lengths(part, options.split, options.documents, tell), batches.get(name, []), config)
+        for name, part in each.items()
     }
-    for name, figures in by_set.items():
-        print("\n".join([*([f"set {name}:"] if name else []), *report(figures, config)]))
+    for name, values in figures.items():
+        print("\n".join([*([f"set {name}:"] if name else []), *report(values, config)]))
     if options.json:
-        from mhc.files import write_json
-
-        described = by_set.get("", {"sets": by_set})
-        write_json(options.json, {"split": options.split, "sequence_length": config.data.sequence_length, **described})
+        about = {"split": options.split, "sequence_length": config.data.sequence_length}
+        write_json(options.json, {**about, **figures.get("", {"sets": figures})})
     return 0
 
 

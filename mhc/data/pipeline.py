@@ -1,4 +1,4 @@
-"""Run the input pipeline: source → shuffle → repeat → tokenise → pack → batch, on grain.
+"""Make batches from sources: shuffle, repeat, tokenise and pack, on grain.
 
 Order. The documents of the training split, long ones in pieces, are shuffled anew each epoch, and the epochs follow one
 another without end: one global order. Row r of a batch of B rows is a stream of its own over the positions r, r + B,
@@ -39,14 +39,14 @@ from mhc.data.rows.iterator import PLACES, PackedDataset, Packing
 from mhc.data.rows.mixture import Assignment
 from mhc.data.rows.order import digests, fingerprint, open_orders
 from mhc.data.rows.packing import Batch, empty_batch, fill_row
-from mhc.data.rows.spread import Rows
+from mhc.data.rows.spread import RowStream
 from mhc.data.rows.workers import SharedDataset, Worker
 from mhc.data.tokenizers import Tokenizer
 from mhc.data.windtunnel.rows import TaskValidation, open_task
 from mhc.errors import UserError
 
 _STATE_FORMAT = 2  # 1 had the rows as [first, last + 1]
-_MEANS = {  # what a position belongs to, for messages
+_MEANS = {  # what each part of a position's identity is, for messages
     "format": "form (by another version of mhc)",
     "batch_size": "train.batch_size",
     "seed": "seed.data",
@@ -57,15 +57,14 @@ _MEANS = {  # what a position belongs to, for messages
     "piece": "data.sequence_length, which says where long documents are cut",
     "mixture": "mixture in data.source (its names or weights)",
 }
-_SHOWN = ("batch_size", "seed", "sequence_length", "holdout")  # whose values are the user's own
+_SHOWN = ("batch_size", "seed", "sequence_length", "holdout")  # values that the user has set, so that they are shown
 _OPTIONAL = ("sequence_length", "holdout")  # not in older states, nor where a source has a split of its own
 
 
 class TrainIterator:
-    """Iterates over endless batches with a state; make it with `train_iterator`.
+    """Yields endless batches, and has a state; make it with `train_iterator`.
 
-    ``close()`` ends the thread and the processes that prepare batches; it may be called again, and is at exit if it was
-    not before.
+    ``close()`` ends the thread and the processes that prepare batches. It may be called again, and is called at exit.
     """
 
     def __init__(
@@ -77,7 +76,7 @@ class TrainIterator:
         seed: int,
         rows: Sequence[int],
     ):
-        shares = [one for one, _ in parts(data, "train")]
+        shares = [share for share, _ in parts(data, "train")]
         self._orders = open_orders(data, tokenizer, seed)
         corpus = fingerprint(self._orders)
         self._identity = {
@@ -92,9 +91,9 @@ class TrainIterator:
         if any(order.source.holdout is not None for order in self._orders):
             self._identity["holdout"] = data.holdout
         if len(shares) > 1:
-            self._identity["mixture"] = [[one.name, one.weight] for one in shares]
+            self._identity["mixture"] = [[share.name, share.weight] for share in shares]
         self._rows = list(rows)
-        self._assign = Assignment([one.weight for one in shares], seed) if len(shares) > 1 else None
+        self._assign = Assignment([share.weight for share in shares], seed) if len(shares) > 1 else None
         packing = Packing(self._assign, len(shares), self._rows, batch_size, data.sequence_length)
         packed: grain.IterDataset
         if data.workers:
@@ -114,11 +113,11 @@ class TrainIterator:
         return self
 
     def __next__(self) -> Batch:
-        """Return the next batch, the rows of this process. Raises UserError for a document that cannot be read."""
+        """Return the rows of the next batch. Raises UserError for a document that cannot be read or encoded."""
         return next(self._batches)
 
     def get_state(self) -> dict[str, Any]:
-        """Return the state after the batches handed out so far, for JSON; batches prepared ahead do not count."""
+        """Return the position after the batches that were handed out, for JSON; batches prepared ahead do not count."""
         state = self._batches.get_state()
         places = {name: state[name].tolist() for name in PLACES}
         batches = {} if self._assign is None else {"batches": int(state["batches"])}
@@ -127,27 +126,28 @@ class TrainIterator:
     def files(self) -> dict[str, dict[str, int]]:
         """Return {source as the user named it: {file: bytes, unpacked}}, of those that are read as files."""
         sources = [order.source for order in self._orders]
-        return {one.label: one.file_sizes for one in sources if isinstance(one, TextFiles | TokenFiles)}
+        return {source.label: source.file_sizes for source in sources if isinstance(source, TextFiles | TokenFiles)}
 
     def describe(self, state: dict[str, Any]) -> list[dict[str, Any]]:
-        """Return where each row of the batch after ``state`` begins: row, document (file and place), offset."""
-        begins = []
+        """Return where each row of the batch after ``state`` begins: row, document, offset in its piece."""
+        beginnings = []
         for row, position, offset in zip(_rows(state), state["position"], state["offset"], strict=True):
             number = 0
             if self._assign is not None:
                 number = self._assign(state["batches"], row)
                 position, offset = position[number], offset[number]
             order = self._orders[number]
-            begins.append({"row": row, "document": order.name(position), "offset": offset})
-        return begins
+            beginnings.append({"row": row, "document": order.name(position), "offset": offset})
+        return beginnings
 
     def set_state(
         self, state: dict[str, Any], remedy: str = "restore what it was, or begin a new run with train.init_from"
     ) -> None:
-        """Continues after the batch at which ``state`` was taken, by a process or by `merge_states` of all of them.
+        """Continue after the batch at which ``state`` was taken, by a process or by `merge_states` of all of them.
 
-        Raises UserError when the state belongs to another batch size, seed, corpus, share held out, length or
-        tokeniser, with the ``remedy``, or lacks rows of this process.
+        Raises:
+          UserError: the state belongs to another batch size, seed, corpus, share held out, length or tokeniser, or
+            lacks rows of this process. The line ends with the ``remedy``.
         """
         for key in filter(self._identity.__contains__, _MEANS):
             saved, ours = state.get(key), self._identity[key]
@@ -181,20 +181,24 @@ def train_iterator(
     seed: int,
     rows: Sequence[int] | None = None,
 ) -> TrainIterator:
-    """Return batches of ``data.sequence_length`` tokens a row: the ``rows`` of a global batch of ``batch_size``.
+    """Return training batches of ``data.sequence_length`` tokens a row, without padding: every weight is 1.
 
-    ``rows`` is None for all of them, or `mhc.sharding.local_rows` where processes share the batch. Every weight is 1:
-    training has no padding. Raises UserError for a corpus that cannot be read, is empty or shorter than a sequence, and
-    for ids outside the vocabulary.
+    Args:
+      batch_size: rows of the global batch.
+      rows: those of the global batch that are made here: None for all, or `mhc.sharding.local_rows` where processes
+        share the batch.
+    Raises:
+      UserError: the corpus cannot be read, is empty or shorter than a sequence, or has ids outside the vocabulary.
     """
     rows = range(batch_size) if rows is None else rows
     return TrainIterator(data, tokenizer, batch_size=batch_size, seed=seed, rows=rows)
 
 
 def merge_states(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return the state of the whole batch from those of all processes, in any order; some may hold the same rows.
+    """Return the state of the whole batch from those of all processes, in any order; they may share rows.
 
-    Raises ValueError where rows are missing.
+    Raises:
+      ValueError: rows are missing.
     """
     by_row = {
         row: (position, offset)
@@ -219,9 +223,9 @@ def _rows(state: dict[str, Any]) -> Sequence[int]:
 
 
 class ValidationBatches:
-    """Iterates over the fixed validation set; make it with `validation_batches` or `validation_sets`.
+    """Yields a fixed validation set, again and again; make it with `validation_batches` or `validation_sets`.
 
-    Rows that are spread are kept once they were made (up to 256 MB): each costs a document that is tokenised.
+    Spread rows are kept after they were made once (up to 256 MB), since a document is tokenised for each of them.
     """
 
     def __init__(
@@ -242,24 +246,24 @@ class ValidationBatches:
         self._rows = np.asarray(rows)
         self._count, self._spread = count, spread
         self._kept: list[Batch] | None = None
-        self.documents = 0  # that the rows touch, once they were made
-        self.made = 0  # rows, likewise
+        self.documents = 0  # that the rows touch; 0 before they were made
+        self.row_count = 0  # 0 before they were made
 
     @functools.cached_property
     def lost(self) -> float:
         """Return the share of the text's bytes that the tokeniser loses, by `mhc.data.corpus.fidelity`."""
         return share_lost(self._source, self._tokenizer)
 
-    def said(self, name: str = "") -> str:
-        """Return a line on how much of the set is read; rows are made for that, unless they are all."""
-        kind = f"validation set {name}" if name else "validation"
+    def coverage(self, name: str = "") -> str:
+        """Return a line on how much of the set is read. Unless that is all of it, the rows are made for this."""
+        subject = f"validation set {name}" if name else "validation"
         if not self._count:
-            return f"{kind}: all of its {len(self._source):,} document(s)"
+            return f"{subject}: all of its {len(self._source):,} document(s)"
         if not self.documents:
             for _ in self:
                 pass
         return (
-            f"{kind}: {self.made:,} row(s) of {self._length:,} tokens touch {self.documents:,} of "
+            f"{subject}: {self.row_count:,} row(s) of {self._length:,} tokens touch {self.documents:,} of "
             f"{len(self._source):,} document(s)"
         )
 
@@ -272,7 +276,7 @@ class ValidationBatches:
             return
         keeps = self._spread and 0 < self._count * self._length <= _KEPT
         kept: list[Batch] = []
-        for batch in self._made():
+        for batch in self._read():
             mine = {name: array[self._rows] for name, array in batch.items()}
             if keeps:
                 kept.append({name: array.astype(_narrow(array)) for name, array in mine.items()})
@@ -280,10 +284,11 @@ class ValidationBatches:
         if keeps:
             self._kept = kept
 
-    def _made(self) -> Iterator[Batch]:
+    def _read(self) -> Iterator[Batch]:
+        """Yield the global batches of the set, and note what they touched."""
         count = len(self._pieces)
         sizes = self._source.sizes
-        stream = Rows(
+        stream = RowStream(
             lambda index: self._encode.map(self._pieces[index]),
             *(0, count),
             length=self._length,
@@ -291,15 +296,15 @@ class ValidationBatches:
             sizes=sizes,
             spread=self._spread,
         )
-        filled_rows, more = 0, True
+        row_count, more = 0, True
         while more:
             batch, filled = empty_batch(self._batch_size, self._length), 0
             while filled < self._batch_size and (more := stream.next_row() and fill_row(batch, filled, stream)):
                 filled += 1
-            filled_rows += filled
+            row_count += filled
             if filled:
                 yield batch
-        self.documents, self.made = len(stream.touched), filled_rows
+        self.documents, self.row_count = len(stream.touched), row_count
 
 
 _KEPT = 1 << 24  # tokens of validation rows that are kept, at some 10 bytes each and at most 16
@@ -320,12 +325,18 @@ def validation_sets(
     spread: bool = False,
     rows: Sequence[int] | None = None,
 ) -> dict[str, ValidationBatches] | dict[str, TaskValidation]:
-    """Return the validation sets by name, each of at most ``batches`` batches (0: all); one alone is called "".
+    """Return the validation sets by name; one alone is called "".
 
-    ``count`` rows in place of ``batches``: the first ones, or ``spread`` by `mhc.data.rows.spread`, whatever the batch
-    size. In each the documents are in order, and no token is a target twice; of a whole set every token but bos is one.
-    ``rows`` is as for `train_iterator`. The last batch is padded with rows and places of weight 0, so that every
-    process has as many batches. Raises UserError as `train_iterator`, but a split shorter than a sequence is no error.
+    Documents are read in order, and no token is a target twice; in a whole set every token but bos is a target once.
+    The last batch is padded with rows and places of weight 0, so that every process has as many batches.
+
+    Args:
+      batch_size, rows: as for `train_iterator`.
+      batches: of each set, at most; 0 for all of it.
+      count: rows of each set, in place of ``batches``.
+      spread: whether the rows are spread over the documents by `mhc.data.rows.spread`, or are the first ones.
+    Raises:
+      UserError: as `train_iterator`, but a split shorter than a sequence is no error.
     """
     rows = range(batch_size) if rows is None else rows
     count = batches * batch_size if count is None else count
@@ -333,10 +344,11 @@ def validation_sets(
     if task is not None:
         return {"": TaskValidation(task, batch_size, count, rows)}
     return {
-        one.name: ValidationBatches(
-            open_corpus(own, tokenizer, "validation"), tokenizer, data.sequence_length, batch_size, rows, count, spread
+        share.name: ValidationBatches(
+            open_corpus(config, tokenizer, "validation"),
+            *(tokenizer, data.sequence_length, batch_size, rows, count, spread),
         )
-        for one, own in parts(data, "validation")
+        for share, config in parts(data, "validation")
     }
 
 
@@ -350,7 +362,7 @@ def validation_batches(
     spread: bool = False,
     rows: Sequence[int] | None = None,
 ) -> ValidationBatches | TaskValidation:
-    """Return the whole validation split as one set, sets one after the other; else as `validation_sets`."""
+    """Return the validation sets joined to one, each after the other; the arguments are those of `validation_sets`."""
     rows = range(batch_size) if rows is None else rows
     count = batches * batch_size if count is None else count
     task = open_task(data)

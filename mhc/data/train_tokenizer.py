@@ -18,7 +18,7 @@ from mhc.errors import UserError
 
 BOS, EOS = "<s>", "</s>"
 LEAST = 256 + 2  # the bytes and the two special tokens
-_OWN = ("source", "field", "holdout", "cache_dir")  # of data, options here
+_DATA_FIELDS = ("source", "field", "holdout", "cache_dir")  # that are options here
 MOST = 1 << 24  # the library sets aside memory for as many
 
 
@@ -26,7 +26,7 @@ def train(data: DataConfig, vocab_size: int, out: str | os.PathLike[str], *, sho
     """Train on every document that ``data`` reads for training, and write a tokenizer.json.
 
     Args:
-        vocab_size: at most so many ids, the special ones included; fewer where the text has no more pairs.
+        vocab_size: the largest number of ids, special ones included; a text without enough pairs gives fewer.
     Returns:
         The number of ids.
     Raises:
@@ -34,9 +34,8 @@ def train(data: DataConfig, vocab_size: int, out: str | os.PathLike[str], *, sho
     """
     for share in shares(data.source):
         if share.source.startswith(("tokens:", "prepared:")):
-            raise UserError(
-                f"--source: given {share.source!r}, allowed: text, not ids: text:<glob>, stdlib, tfds:<name>"
-            )
+            allowed = "text, not ids: text:<glob>, stdlib, tfds:<name>"
+            raise UserError(f"--source: given {share.source!r}, allowed: {allowed}")
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     if not LEAST <= vocab_size <= MOST:
@@ -61,7 +60,7 @@ def train(data: DataConfig, vocab_size: int, out: str | os.PathLike[str], *, sho
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the program; return 0 when the file is written. Raises UserError for a user's mistake."""
+    """Run the program, and return its exit code. Raises UserError for a user's mistake."""
     parser = cli.Parser(
         description="Train a byte-level BPE tokeniser.",
         example="{prog} --source 'text:corpus/*.jsonl' --vocab_size 32000 --out tokenizer.json",
@@ -77,8 +76,8 @@ def main(arguments: Sequence[str]) -> int:
     options = parser.parse_args(arguments)
     if cli.check_file(options.out, "--out").exists():
         raise UserError(f"--out {options.out}: there is a file already, and runs may read it; name another")
-    with cli.naming_options(_OWN):
-        given = {name: getattr(options, name) for name in _OWN}
+    with cli.naming_options(_DATA_FIELDS):
+        given = {name: getattr(options, name) for name in _DATA_FIELDS}
         size = train(DataConfig(**given), options.vocab_size, options.out, show_progress=sys.stderr.isatty())
     fewer = f"; the text has no more pairs, {options.vocab_size} were asked for" if size < options.vocab_size else ""
     print(f"{options.out}: {size} ids{fewer}")

@@ -104,7 +104,7 @@ class HfFolder(Mapping[str, np.ndarray]):
         names = sorted(set(where.values()))
         if any(Path(name).name != name for name in names):
             raise UserError(f"{index}: weight_map names files outside of the folder")
-        missing = [name for name in names if not (self.path / name).is_file()]
+        missing = [name for name in names if not os.path.isfile(self.path / name)]
         if missing:
             raise UserError(f"{self.path}: missing shards: {listed(missing)}, which {INDEX} names")
         files = {name: SafetensorsFile(self.path / name) for name in names}

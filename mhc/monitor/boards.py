@@ -1,4 +1,4 @@
-"""Write a run's curves for looking at: TensorBoard, and Weights & Biases. metrics.jsonl holds all of them."""
+"""Writers of a run's curves: TensorBoard, and Weights & Biases. metrics.jsonl holds all; these are for looking."""
 
 from __future__ import annotations
 
@@ -131,9 +131,7 @@ class WandbWriter:
 
 
 def scalars(record: Record) -> dict[str, float]:
-    """Return a record as single numbers.
-
-    An array gives its largest value under its name, a mapping its entries as ``name/entry``.
+    """Return a record as single numbers: an array's largest value, and a mapping's entries as ``name/entry``.
 
     ``step``, None, strings and empty arrays are left out.
     """

@@ -1,4 +1,4 @@
-"""Detect instability with pure functions of a series (numpy in, numpy out).
+"""Detectors of instability: pure functions of a series (numpy in, numpy out).
 
 A *history* always means the last ``window`` finite values before the current one, the current one excluded. Values that
 were flagged stay in it, non-finite ones never enter it. Everything is computed in float64 from the values of the window
@@ -51,7 +51,7 @@ def rolling_zscore(
 
 
 class RollingZScore:
-    """Computes :func:`rolling_zscore` online: fed value by value, it returns exactly the same z and flags.
+    """Runs :func:`rolling_zscore` online: fed a series value by value, it returns exactly its z and flags.
 
     Args:
         past: values already seen (for example ``state`` of a saved detector, or the column of a metrics file);
@@ -90,7 +90,7 @@ class RollingZScore:
 
     @property
     def state(self) -> list[float]:
-        """Return the history, oldest first, which the constructor takes to go on from here."""
+        """Return the history, oldest first: hand it to the constructor to go on from here."""
         return list(self._history)
 
 
@@ -236,7 +236,7 @@ def _above(values: Floats, bound: Floats | float) -> Flags:
 
 
 def _mean_std(rows: Floats, ddof: int) -> tuple[Floats, Floats]:
-    """Return the mean and the floored standard deviation of each history; contiguous rows [m, h] → ([m], [m])."""
+    """Return mean and floored standard deviation [m] of each history; rows [m, h] are contiguous."""
     return rows.mean(axis=-1), np.maximum(rows.std(axis=-1, ddof=ddof), STD_FLOOR)
 
 

@@ -1,4 +1,4 @@
-"""Guard a run against spikes and non-finite values: the part inside the compiled step, and the causes of events.
+"""What is done about spikes and non-finite values: the part inside the compiled step, and the causes of events.
 
 Inside the step, every action obeys one rule: a non-finite loss or gradient never reaches the parameters. ``clip``
 scales the gradient by the zclip rule, ``skip`` leaves the update out; both read windows that are held in the train
@@ -19,7 +19,7 @@ from mhc.config import Config, GuardConfig
 
 
 class Window(NamedTuple):
-    """Holds a ring of the last finite values, float32 [W] with NaN where nothing is written, and the next place."""
+    """Holds the last finite values of a series: a ring [W] float32, NaN where none was written, and the next place."""
 
     values: jax.Array
     place: jax.Array
@@ -29,10 +29,7 @@ class Window(NamedTuple):
         return cls(jnp.full((size,), jnp.nan, jnp.float32), jnp.zeros((), jnp.int32))
 
     def zscore(self, value: jax.Array, min_history: int) -> jax.Array:
-        """Return z of ``value`` against the window (ddof 1, std floored at 1e-6), or NaN where there is none.
-
-        There is none without history, or for a value that is not finite.
-        """
+        """Return z of ``value`` against the window (ddof 1, std at least 1e-6); NaN if not finite or too early."""
         present = jnp.isfinite(self.values)
         count = jnp.sum(present)
         mean = jnp.sum(jnp.where(present, self.values, 0.0)) / jnp.maximum(count, 1)
@@ -48,7 +45,7 @@ class Window(NamedTuple):
 
 
 class ZClip(NamedTuple):
-    """Holds the running mean and variance of the gradient norm (float32), and how many norms they are of (int32)."""
+    """Holds the running mean and variance of the gradient norm (float32), and the number of norms so far (int32)."""
 
     seen: jax.Array
     mean: jax.Array
@@ -59,7 +56,7 @@ class ZClip(NamedTuple):
         return cls(jnp.zeros((), jnp.int32), jnp.zeros((), jnp.float32), jnp.zeros((), jnp.float32))
 
     def update(self, norm: jax.Array, guard: GuardConfig) -> tuple[jax.Array, ZClip]:
-        """Return (clipped norm, the next ZClip) for one norm, by the rule of ``detectors.zclip``."""
+        """Return (clipped norm, what follows) for one norm, by the rule of ``detectors.zclip``."""
         threshold, alpha = guard.zclip_threshold, guard.zclip_alpha
         warming, number = self.seen < guard.zclip_warmup, self.seen.astype(jnp.float32)
         std = jnp.sqrt(self.variance)
@@ -78,7 +75,7 @@ class ZClip(NamedTuple):
 
 
 class GuardState(NamedTuple):
-    """Holds what the guard remembers between steps; None where the configured actions do not need it."""
+    """Holds what the guard remembers between steps; None where the configured action does not use it."""
 
     frozen: jax.Array | None  # bool: a non-finite step was met that the run is to act on
     losses: Window | None
@@ -110,7 +107,7 @@ def initial(config: Config) -> GuardState:
 
 
 def judge(config: Config, state: GuardState, loss: jax.Array, norm: jax.Array) -> tuple[Verdict, GuardState]:
-    """Return (verdict on a step of this loss and gradient norm, the guard's state after it). Scalars, float32."""
+    """Return (verdict on a step, the guard's state after it) by loss and gradient norm, float32 scalars."""
     monitor = config.monitor
     finite = jnp.isfinite(loss) & jnp.isfinite(norm)
     apply, scale, spike, z_loss, z_norm = finite, None, None, None, None
@@ -167,7 +164,7 @@ class ProbeWatch:
         self.active: dict[str, int] = {}
 
     def update(self, record: Mapping[str, Any]) -> dict[str, dict[str, float]]:
-        """Return {monitor: {value, threshold}} of those that are past their threshold now and were not before."""
+        """Return {monitor: {value, threshold}} of those that crossed at this probe and had not before."""
         past: dict[str, dict[str, float]] = {}
         for name, (key, field) in MONITORS.items():
             values = _measured(record.get(key))

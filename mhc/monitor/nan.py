@@ -1,4 +1,4 @@
-"""Find which operation of a traced function is the first to give a NaN (jax's checkify)."""
+"""Which operation of a traced function is the first to give a NaN (jax's checkify)."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Origin(NamedTuple):
     frames: tuple[traceback.FrameSummary, ...]
 
     def render(self, last: int = 4) -> list[str]:
-        """Return lines of text: the place, its source, and the calls above it, ``last`` lines in all."""
+        """Return lines of text: where it is, its source, and the calls above it, ``last`` in all."""
         if not self.frames:
             return [self.primitive]
         *above, here = self.frames[-last:]
@@ -35,7 +35,7 @@ class Origin(NamedTuple):
 
 
 def checked(function: Callable[..., Any]) -> Callable[..., checkify.Error]:
-    """Return ``function`` with a check of every operation, to be compiled; `origin` reads the error that it returns.
+    """Return ``function`` with a check of every operation, for jit; `origin` reads its result.
 
     Every float that an operation makes is looked at, also in loops, rematerialised parts and hand-written gradients:
     several times the work, and none of the values is kept.
@@ -45,7 +45,7 @@ def checked(function: Callable[..., Any]) -> Callable[..., checkify.Error]:
 
 
 def origin(found: checkify.Error) -> Origin | None:
-    """Return the first NaN in the order of the program, or None where there is none."""
+    """Return the first NaN in the order of the program, None where there is none."""
     if found.get() is None:
         return None
     try:
@@ -59,7 +59,7 @@ def origin(found: checkify.Error) -> Origin | None:
 
 
 def _library(frame: traceback.FrameSummary) -> bool:
-    """Return whether a frame is of the standard library, jax or flax, not of this project or the user's code."""
+    """Return whether a frame is of the standard library, jax or flax, and not of this project or the user."""
     file = Path(frame.filename)
     for folder in file.parents:
         if folder.name in ("site-packages", "dist-packages"):

@@ -1,4 +1,4 @@
-"""Track what a run is doing and where its time goes: phases, what is compiled in them, and a watchdog over both."""
+"""What a run is doing and where its time goes: its phases, what was compiled in them, and a watchdog over both."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Doing(NamedTuple):
 
     @property
     def words(self) -> str:
-        """Return a description for people."""
+        """Return it in words."""
         return f"compiling ({self.phase})" if self.compiling and self.phase != "start" else WORDS[self.phase]
 
 
@@ -54,7 +54,7 @@ class Span:
 
 
 class Phases:
-    """Times the phases of one thread, which follow one another.
+    """Keeps the phases of one thread, one after the other, and their seconds.
 
     ``with phases("data") as span:`` enters one; ``beat()`` says within it that the run gets on. Time within a phase
     that lies in another counts to both. What jax compiles in the thread is seen while ``listening``. A trace of
@@ -89,19 +89,18 @@ class Phases:
             self._since, self._lowering = now, False
 
     def beat(self) -> None:
-        """Note that the present phase makes progress."""
+        """Report progress within the current phase."""
         self._since = time.monotonic()
 
     def doing(self) -> Doing:
-        """Return what the run is doing now; any thread may ask."""
+        """Return what the run is doing now; any thread may call this."""
         return Doing(self._phase, self._since, self._lowering or not self._known)
 
     def take(self) -> dict[str, Any]:
-        """Return the seconds and compilations since the last call.
+        """Return where time went since the last call, in seconds, and what was compiled again.
 
-        The keys are ``data_wait``, ``checkpoint_seconds``, ``validation_seconds`` and ``probe_seconds``, all in
-        seconds, ``compile_seconds`` of steps, and ``recompilations``, the programs compiled in phases that had
-        theirs already.
+        Keys: ``data_wait``, ``checkpoint_seconds``, ``validation_seconds``, ``probe_seconds``; ``compile_seconds`` of
+        steps; ``recompilations``, the number of programs compiled in phases that had theirs before.
         """
         taken: dict[str, Any] = {"compile_seconds": _union(self._compiled)}
         names = {phase: f"{phase}_seconds" for phase in ("checkpoint", "validation", "probe")} | {"data": "data_wait"}
@@ -113,7 +112,7 @@ class Phases:
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
-        """Hears what jax compiles."""
+        """Listen to what jax compiles."""
 
         def heard(event: str, start_time: float, end_time: float, **kwargs: str | int) -> None:
             if not event.startswith(_COMPILING) or threading.get_ident() != self._thread:
@@ -147,8 +146,8 @@ def device_memory(devices: Sequence[jax.Device]) -> dict[str, int | None]:
     """Return ``memory_bytes`` in use and ``memory_peak_bytes`` so far of the fullest device; None: not known (CPU)."""
     stats = [device.memory_stats() for device in devices]
     names = {"memory_bytes": "bytes_in_use", "memory_peak_bytes": "peak_bytes_in_use"}
-    known = all(one is not None and set(names.values()) <= set(one) for one in stats)
-    return {key: max(one[name] for one in stats) if known and stats else None for key, name in names.items()}
+    known = all(device is not None and set(names.values()) <= set(device) for device in stats)
+    return {key: max(device[name] for device in stats) if known and stats else None for key, name in names.items()}
 
 
 class Stall(NamedTuple):
@@ -159,7 +158,7 @@ class Stall(NamedTuple):
 
 
 class Watchdog:
-    """Runs a thread that reports a run without progress: once each time, and again when the run goes on.
+    """Reports a run without progress from a thread of its own: once for each time, and again when it goes on.
 
     A thread that holds the interpreter's lock and never lets go of it stops this one too.
 
@@ -181,7 +180,7 @@ class Watchdog:
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """Watches; with ``seconds`` of 0 nothing happens."""
+        """Watch the run; with ``watchdog.seconds`` of 0 do nothing."""
         if not self._config.seconds:
             yield
             return

@@ -53,11 +53,11 @@ class _Tokens:
 
 def _observer(tokens: _Tokens) -> Callable[[SublayerView], dict[str, jax.Array]]:
     def observe(view: SublayerView) -> dict[str, jax.Array]:
-        maps, measures = view.connection.maps(view.context), view.connection.measures(view.context)
+        maps, own = view.connection.maps(view.context), view.connection.measures(view.context)
         streams = tokens.zero_padding(view.topology.streams(view.state))  # [B, T, N, D]
         n, d = streams.shape[-2:]
         gram = jnp.einsum("btnd,btmd->nm", streams, streams)
-        out = {f"{OWN}{name}": tokens.mean(values.astype(jnp.float32)) for name, values in measures.items()}
+        out = {f"{OWN}{name}": tokens.mean(values.astype(jnp.float32)) for name, values in own.items()}
         if maps is not None:
             out |= {
                 "res": maps.res,
@@ -158,7 +158,7 @@ def map_measures(res: jax.Array, tokens: _Tokens) -> dict[str, jax.Array]:
 
 
 def compile_probe(definition: DecoderDefinition, mesh: Mesh | None = None) -> Any:
-    """Compile ``probe(params, batch) -> {name: array}``; ``mesh`` is that of the parameters, where they lie on one."""
+    """Return the compiled ``probe(params, batch) -> {name: array}``; ``mesh``: that of the parameters, if any."""
 
     def probe(params: Params, batch: dict[str, Any]) -> dict[str, jax.Array]:
         with tracing_for(mesh):

@@ -1,4 +1,4 @@
-"""Keep train.log: what a run prints, line by line, with the time of each."""
+"""train.log: what a run prints, line by line, with the time of each."""
 
 from __future__ import annotations
 
@@ -46,10 +46,7 @@ class TrainLog:
             self._write(text.rstrip("\n"))
 
     def write(self, text: str) -> int:
-        """Write text as the stream does, and to the log: a line when it ends.
-
-        Of a line that a terminal shows anew, the log gets what it showed last.
-        """
+        """Write text as to a stream: a line is written when it ends; of a rewritten line only its last form is."""
         with self._lock:
             *whole, self._part = (self._part + text).split("\n")
             for line in whole:
@@ -57,7 +54,7 @@ class TrainLog:
         return len(text)
 
     def flush(self) -> None:
-        """Do nothing, since no text waits."""
+        """Do nothing: nothing is buffered."""
 
     def fileno(self) -> int:
         """Return the file's descriptor."""
@@ -81,7 +78,7 @@ class TrainLog:
 
     @contextlib.contextmanager
     def keeping_stderr(self) -> Iterator[None]:
-        """Copy what is written to ``sys.stderr`` meanwhile, and what ends the block by raising, to the log."""
+        """Copy to the log what is written to ``sys.stderr`` meanwhile, and the exception that ends it, if any."""
         before = sys.stderr
         sys.stderr = _Both(stdio.lossy(before), self)
         try:
@@ -102,7 +99,7 @@ class TrainLog:
 
 
 class _Both:
-    """Writes a text stream's text to a log as well; everything else is the stream's own."""
+    """Writes to a text stream and to a log; everything else of it is the stream's own."""
 
     def __init__(self, stream: TextIO, log: TrainLog):
         self._stream, self._log = stream, log

@@ -10,6 +10,7 @@ from flax import nnx
 
 from mhc.kernels.checks import check_float, is_whole
 from mhc.residual.functional import Maps
+from mhc.residual.linen import refuse_within, warn_of_constants
 from mhc.residual.protocol import Connection, Context, ResidualTopology, State, build
 from mhc.rng import PathKey, path_key
 
@@ -36,6 +37,7 @@ class HyperConnection(Connection):
     Raises:
       ValueError: an unknown kind or option, a value that an option may not hold, or a k that is no sublayer's number.
         The methods raise it for an array that is not of this width, or a state that is not of this kind.
+      RuntimeError: it is made in a method of a Flax Linen module, which would not train it: ``nnx.bridge.to_linen``.
       TypeError: the methods raise it for integers and complex numbers, which the streams' dtype would truncate.
     """
 
@@ -49,6 +51,7 @@ class HyperConnection(Connection):
         sublayers: int | None = None,
         **options: Any,
     ):
+        refuse_within(type(self).__name__, f"{width}, {k}" if is_whole(k) else "width, k")
         _check_number(k, sublayers)
         key = path_key(rngs)
         self.residual = build(kind, width, rngs=key / "residual", sublayers=sublayers, **options)
@@ -74,6 +77,7 @@ class HyperConnection(Connection):
 
     def read(self, state: State) -> tuple[jax.Array, Context]:
         self._check_state("read", state)
+        warn_of_constants(self, state)
         return self.connection.read(state)
 
     def write(self, state: State, y: jax.Array, context: Context) -> State:

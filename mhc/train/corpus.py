@@ -1,4 +1,4 @@
-"""Keep the names and sizes of the files that a run reads (corpus.json): a resume names those that changed."""
+"""corpus.json: the files that a run reads, with their sizes: a resume over others names those that changed."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ def stored(place: Folder) -> Files:
     """Return what a run's folder says that it reads; nothing where it does not: runs of older versions."""
     content = remote.read(place / FILE)
     try:
-        listing = json.loads(content) if content else {}
+        sources = json.loads(content) if content else {}
     except ValueError:
         return {}
-    fine = isinstance(listing, dict) and all(isinstance(files, dict) for files in listing.values())
-    return listing if fine else {}
+    is_whole = isinstance(sources, dict) and all(isinstance(files, dict) for files in sources.values())
+    return sources if is_whole else {}
 
 
 def changes(before: Files, after: Files) -> str:

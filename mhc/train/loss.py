@@ -1,4 +1,4 @@
-"""Compute cross-entropy without ever holding the logits of a whole batch, forward or backward."""
+"""Cross-entropy that never holds the logits of a whole batch, forward or backward."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class _Options(NamedTuple):
 def _sums(
     options: _Options, h: jax.Array, weight: jax.Array, targets: jax.Array, weights: jax.Array, member: jax.Array
 ) -> LossSums:
-    """Return the loss of all given tokens at once, the reference; ``member`` [B, K] is 1 where a row is of a source."""
+    """Return the sums over the given tokens, in one piece; ``member`` [B, K]: 1 where a row is of a source."""
     weight = weight.astype(h.dtype)
     axis = 0 if options.tied else 1
     vocabulary = weight.shape[axis]
@@ -80,12 +80,12 @@ def _sums(
 
 
 def _chunks(chunk: int, *arrays: jax.Array) -> tuple[jax.Array, ...]:
-    """Return [B, T, ...] as [T / chunk, B, chunk, ...]."""
+    """Return arrays [B, T, ...] as [T / chunk, B, chunk, ...]."""
     return tuple(jnp.moveaxis(a.reshape(a.shape[0], a.shape[1] // chunk, chunk, *a.shape[2:]), 1, 0) for a in arrays)
 
 
 def _whole(options: _Options, h: jax.Array, weight: jax.Array) -> jax.Array:
-    """Return the whole weight, in the dtype of ``h``: devices exchange it so, and the chunks multiply with it."""
+    """Return the weight that chunks multiply with: whole, and in the dtype of ``h``, in which devices exchange it."""
     weight = weight.astype(h.dtype)
     return jax.lax.all_gather(weight, "fsdp", axis=int(options.tied), tiled=True) if options.split else weight
 
@@ -126,22 +126,22 @@ def _chunked_forward(
 ) -> tuple[LossSums, tuple[jax.Array, jax.Array]]:
     # The objective is a scalar, so its gradient is known up to a factor: each chunk's is taken while its logits are
     # there, and none are computed twice.
-    def scan_chunk(
+    def one(
         carry: tuple[LossSums, jax.Array], part: tuple[jax.Array, ...]
     ) -> tuple[tuple[LossSums, jax.Array], jax.Array]:
         sums, to_weight = carry
         h, targets, weights = part
 
         def objective(h: jax.Array, weight: jax.Array) -> tuple[jax.Array, LossSums]:
-            chunk_sums = _sums(options, h, weight, targets, weights, member)
-            return chunk_sums.objective, chunk_sums
+            part_sums = _sums(options, h, weight, targets, weights, member)
+            return part_sums.objective, part_sums
 
-        (_, chunk_sums), (to_h, more) = jax.value_and_grad(objective, argnums=(0, 1), has_aux=True)(h, whole)
-        return (sums.join(chunk_sums), to_weight + more.astype(to_weight.dtype)), to_h
+        (_, part_sums), (to_h, more) = jax.value_and_grad(objective, argnums=(0, 1), has_aux=True)(h, whole)
+        return (sums.join(part_sums), to_weight + more.astype(to_weight.dtype)), to_h
 
     whole = _whole(options, h, weight)
     start = (_start(member.shape[1]), jnp.zeros(whole.shape, weight.dtype))
-    (sums, to_weight), to_h = jax.lax.scan(scan_chunk, start, _chunks(chunk, h, targets, weights))
+    (sums, to_weight), to_h = jax.lax.scan(one, start, _chunks(chunk, h, targets, weights))
     if options.split:
         to_weight = jax.lax.psum_scatter(to_weight, "fsdp", scatter_dimension=int(options.tied), tiled=True)
     return sums, (jnp.moveaxis(to_h, 0, 1).reshape(h.shape), to_weight)
@@ -160,9 +160,9 @@ _chunked.defvjp(_chunked_forward, _chunked_backward)
 
 
 def chunk_length(config: Config, rows: int, length: int) -> int:
-    """Return for how many tokens of each of ``rows`` rows logits are held at once.
+    """Return how many tokens of each of ``rows`` rows have their logits held at once.
 
-    This is head.chunk, or the largest divisor of the length that keeps to HELD_LOGITS.
+    That is head.chunk, or the largest divisor of the length that keeps to HELD_LOGITS.
     """
     most = config.head.chunk or max(HELD_LOGITS // (rows * config.outputs), 1)
     return max(d for d in range(1, length + 1) if length % d == 0 and d <= max(most, 1))
@@ -175,7 +175,7 @@ def cross_entropy(
     weights: Float[Array, "B T"],
     member: Float[Array, "B K"] | None = None,
 ) -> LossSums:
-    """Return the sums of the cross-entropy of hidden states before the head, with softcap and z-loss as configured.
+    """Return sums of the cross-entropy of hidden states before the head, with softcap and z-loss as configured.
 
     Targets are ids, or distributions [B, T, C] over the C outputs: the cross-entropy is log Z − Σ_c p_c logit_c.
     ``member``: 1 where a row is of a source, for the sums by source; None: there are none.

@@ -1,4 +1,4 @@
-"""Hold an opened run: its programs, its files, its state, and what is done with them at a step."""
+"""An opened run: its programs and files, its state, and what is done with them at a step."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ class Opened:
 
     @property
     def seconds(self) -> float:
-        """Return the seconds of training so far, over all processes that worked on the run."""
+        """Return the seconds of training so far, in all processes that took the run on."""
         return self.standing.seconds + time.perf_counter() - self.began
 
     # ---------------------------------------------------------------------------------------------------------- a step
@@ -321,10 +321,10 @@ def _note_start(setup: Setup, progress: Progress, data_start: Mapping[str, Any],
         "manifest": " ".join(filter(None, manifests)) or None,
         "tokenizer": setup.tokenizer.content_hash,
     }
-    notes = [*setup.notes, *(batches.said(name) for name, batches in setup.validation.items())]
+    notes = [*setup.notes, *(batches.coverage(name) for name, batches in setup.validation.items())]
     if lost := fidelity.worst(setup.lost.values()):
         name = config.data.tokenizer
-        notes.append(fidelity.reason(lost, name) or fidelity.said(lost, name))
+        notes.append(fidelity.why_withheld(lost, name) or fidelity.describe(lost, name))
         data["bytes lost"] = lost
     now = provenance.start(config, setup.mesh, step=step, data=data)
     earlier = provenance.read(file).starts if file.is_file() else ()

@@ -1,4 +1,4 @@
-"""Build learning-rate schedules, and the optimisers over the parameters (optax)."""
+"""Learning-rate schedules, and the optimisers over the parameters (optax)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mhc.sharding import path_of
 
 
 def map_paths(function: Any, tree: Any) -> Any:
-    """Apply ``function(path, leaf)`` to each leaf of a tree, with the path as a/b/c."""
+    """Apply ``function(path, leaf)`` to every leaf of a tree, path as a/b/c."""
     return jax.tree_util.tree_map_with_path(lambda path, leaf: function(path_of(path), leaf), tree)
 
 
@@ -31,7 +31,7 @@ def decay_mask(config: Config, params: Params) -> Any:
 
 
 def learning_rate(config: Config, completed: jax.Array | int) -> jax.Array:
-    """Return the learning rate, float32, of the update that follows ``completed`` ones.
+    """Return the rate of the update after ``completed`` ones, float32.
 
     With s = completed + 1 the number of this update and W warm-up steps: peak * s / W up to s = W, where the peak is
     reached (never a step at rate 0), then the schedule's fall, which ends at s = decay_steps; past it the last rate

@@ -1,4 +1,4 @@
-"""Write the record of a run: metrics.jsonl, probes.jsonl, events.jsonl and TensorBoard; raise alarms from it."""
+"""The written record of a run: metrics.jsonl, probes.jsonl, events.jsonl, TensorBoard, and the alarms read off them."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ CLOCK = (
 
 
 class Alarm(NamedTuple):
-    """Describes a flagged step and the action that is configured for it."""
+    """Describes a step that was flagged, and the configured action."""
 
     step: int
     finite: bool
@@ -55,9 +55,9 @@ class Alarm(NamedTuple):
 
 
 class Record:
-    """Writes the record of a run from ``last_step`` on; later lines are cut, and the detectors go on from that step.
+    """Writes the record of a run from ``last_step`` on: it cuts later lines, and the detectors stand as they did then.
 
-    With ``writes=False`` it reads and judges only, because another process writes the same.
+    With ``writes=False`` it only reads and judges: another process writes the same.
     """
 
     def __init__(
@@ -257,7 +257,7 @@ class Record:
     # ------------------------------------------------------------------------------------------------------ the summary
 
     def summary(self) -> dict[str, Any]:
-        """Return what the record says of the run as a whole."""
+        """Return a summary of the whole run."""
         metrics, probes, events = (read_jsonl(self.workdir / f"{name}.jsonl") for name in FILES)
         losses, norms = ([r[name] for r in metrics] for name in ("loss", "grad_norm"))
         validated = [r["val_loss"] for r in metrics if "val_loss" in r]
@@ -301,12 +301,12 @@ class Record:
 
 
 def _alone(record: Mapping[str, Any]) -> float:
-    """Return the seconds of a step without those of compiling, which lines of older runs do not tell apart."""
+    """Return the seconds of a step minus those of compiling (0 where an older log does not say)."""
     return max(float(record["seconds"] - record.get("compile_seconds", 0.0)), 0.0)
 
 
 def wall_seconds(metrics: Path) -> float:
-    """Return how many seconds a run had taken at the last line of its metrics.jsonl, lines to be cut included."""
+    """Return the seconds that a run's processes had taken by the last line of its metrics.jsonl, cut lines included."""
     records = read_jsonl(metrics) if metrics.is_file() else []
     if not records:
         return 0.0
@@ -314,7 +314,7 @@ def wall_seconds(metrics: Path) -> float:
 
 
 def router_summary(router: Mapping[str, Any]) -> dict[str, float]:
-    """Summarise the layers with experts: largest and smallest load over the mean, mean balance and z losses."""
+    """Return the largest and smallest expert load over the mean, and the mean balance and z losses, over all layers."""
     load = np.asarray(router["load"], np.float64)
     ratio = load / np.maximum(load.mean(axis=-1, keepdims=True), 1e-30)
     return {
@@ -326,7 +326,7 @@ def router_summary(router: Mapping[str, Any]) -> dict[str, float]:
 
 
 def batch_hash(batch: Mapping[str, np.ndarray]) -> str:
-    """Return the first 16 hex digits of the SHA-256 of a batch's tokens and targets, which identify the batch."""
+    """Return the first 16 hex digits of the SHA-256 of a batch's tokens and targets: which batch this was."""
     digest = hashlib.sha256()
     for name in ("tokens", "targets"):
         digest.update(np.ascontiguousarray(batch[name]).tobytes())

@@ -189,7 +189,7 @@ class Run:
         reason = "halted" if run.halted else "finished" if step >= setup.config.train.steps else "stopped"
         if reason == "stopped":
             run.record.event("stopped", step, reason="signal")
-        withheld = fidelity.reason(fidelity.worst(setup.lost.values()), setup.config.data.tokenizer)
+        withheld = fidelity.why_withheld(fidelity.worst(setup.lost.values()), setup.config.data.tokenizer)
         summary = {
             **(run.record.summary() if setup.primary else {}),
             **({"bits_per_byte_reason": withheld} if withheld else {}),

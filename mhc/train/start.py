@@ -1,4 +1,4 @@
-"""Start a run: from fresh weights, or from those of another run (``train.init_from``), also under another residual.
+"""What a run starts from: fresh weights, or those of another run (``train.init_from``), with another residual too.
 
 A plain model goes on as one of streams (upcycling) where the new maps begin as the plain residual.
 """
@@ -48,7 +48,7 @@ def check_preserving(residual: ResidualConfig) -> None:
 
 
 def fresh(definition: DecoderDefinition, seed: int, layout: Any, wanted: Callable[[str], bool]) -> dict[str, jax.Array]:
-    """Return {path: initial value} of the wanted parameters only, in their shards."""
+    """Return {path: initial value} of the wanted parameters alone, in their shards."""
     paths = [path_of(path) for path, _ in jax.tree_util.tree_leaves_with_path(definition.abstract())]
     chosen = [path for path in paths if wanted(path)]
     if not chosen:
@@ -61,15 +61,15 @@ def fresh(definition: DecoderDefinition, seed: int, layout: Any, wanted: Callabl
 
     # Compiled, so that of the other parameters nothing is made; once, so that optimising costs more than it saves.
     once = known_options({"xla_backend_optimization_level": 0}) if jax.default_backend() == "cpu" else {}
-    initialise = jax.jit(init, out_shardings={path: by_path[path] for path in chosen}, compiler_options=once)
-    return dict(initialise(jax.random.key(seed)))
+    compiled = jax.jit(init, out_shardings={path: by_path[path] for path in chosen}, compiler_options=once)
+    return dict(compiled(jax.random.key(seed)))
 
 
 # Another run's weights ------------------------------------------------------------------------------------------------
 
 
 class Source(NamedTuple):
-    """Holds the checkpoint that ``train.init_from`` names."""
+    """Describes the checkpoint that ``train.init_from`` names."""
 
     run: Folder
     step: int
@@ -77,7 +77,7 @@ class Source(NamedTuple):
 
 
 def source(config: Config) -> Source | None:
-    """Return the checkpoint that a resolved config starts from, or None for fresh weights.
+    """Return the checkpoint that a resolved config starts from, None for fresh weights.
 
     Raises:
       UserError: no such run or checkpoint, parameters of other shapes (listed by name), a residual that would not
@@ -92,14 +92,14 @@ def source(config: Config) -> Source | None:
     try:
         if at and not numbered and remote.read(remote.path(run) / "config.json") is not None:
             raise UserError(f"{text}: given step {step!r}, allowed: an int >= 0")
-        source_config, last = find_checkpoint(run if numbered else text, int(step) if numbered else None)
+        stored, last = find_checkpoint(run if numbered else text, int(step) if numbered else None)
     except UserError as error:
         raise UserError(f"train.init_from: {error}") from None
-    start_point = Source(remote.path(run if numbered else text), last, source_config)
-    _check_positions(config, source_config)
-    ours, theirs = _shapes(config), _shapes(source_config)
-    if not _same_maps(config, source_config) and not _same_residual(config, source_config):
-        _check_upcycling(config, source_config)
+    checkpoint = Source(remote.path(run if numbered else text), last, stored)
+    _check_positions(config, stored)
+    ours, theirs = _shapes(config), _shapes(stored)
+    if not _same_maps(config, stored) and not _same_residual(config, stored):
+        _check_upcycling(config, stored)
         ours, theirs = ({p: s for p, s in shapes.items() if not _is_residual(p)} for shapes in (ours, theirs))
     apart = [
         f"{path} {list(theirs[path]) if path in theirs else 'absent'} there, "
@@ -109,21 +109,21 @@ def source(config: Config) -> Source | None:
     ]
     if apart:
         fields = [
-            f"model.{name}={getattr(source_config.model, name)} there, {getattr(config.model, name)} here"
+            f"model.{name}={getattr(stored.model, name)} there, {getattr(config.model, name)} here"
             for name in ("width", "layers", "vocab_size")
-            if getattr(source_config.model, name) != getattr(config.model, name)
+            if getattr(stored.model, name) != getattr(config.model, name)
         ]
         more = f" and {len(apart) - 8} more" if len(apart) > 8 else ""
         named = f"{'; '.join(fields)}: " if fields else ""
         raise UserError(f"train.init_from: {text}: {named}parameters of other shapes: {'; '.join(apart[:8])}{more}")
     if config.train.init_optimizer:
-        _check_optimizer(config, start_point)
-        _check_schedule(config, start_point)
-    return start_point
+        _check_optimizer(config, checkpoint)
+        _check_schedule(config, checkpoint)
+    return checkpoint
 
 
 def notes(config: Config, found: Source, tokenizer: str) -> Iterator[str]:
-    """Yield lines for the user about a start that is allowed but may not be meant.
+    """Yield lines for the user about what is allowed but may not be meant.
 
     Args:
       tokenizer: ``content_hash`` of the run's own.
@@ -164,27 +164,24 @@ def set_data(data: TrainIterator, config: Config, found: Source) -> None:
 
 
 def initial_state(trainer: Trainer) -> TrainState:
-    """Return the state before the first step, in its shards.
-
-    The parameters are fresh from seed.init, or those that ``train.init_from`` names.
+    """Return the first state, in its shards: fresh from seed.init, or from what ``train.init_from`` names.
 
     Raises: UserError as ``source``.
     """
     config = trainer.config
-    origin = source(config)
-    if origin is None:
+    checkpoint = source(config)
+    if checkpoint is None:
         return trainer.init(config.seed.init)
-    new_maps = not _same_maps(config, origin.config)
-    new = fresh(
-        trainer.definition, config.seed.init, trainer.layout.params, lambda path: new_maps and _is_residual(path)
-    )
+    new_maps = not _same_maps(config, checkpoint.config)
+    layouts = trainer.layout.params
+    new = fresh(trainer.definition, config.seed.init, layouts, lambda path: new_maps and _is_residual(path))
     wanted: dict[str, Any] = {"params": trainer.abstract.params}
     if config.train.init_optimizer:
         wanted |= {name: getattr(trainer.abstract, name) for name in ("opt_state", "step", "skipped")}
     layout = {name: getattr(trainer.layout, name) for name in wanted}
     # What is new is not looked for in the source.
     wanted["params"], layout["params"] = (_without(tree, set(new)) for tree in (wanted["params"], layout["params"]))
-    restored = restore_parts(origin.run, origin.step, wanted, layout)
+    restored = restore_parts(checkpoint.run, checkpoint.step, wanted, layout)
     params = _joined(trainer.abstract.params, restored["params"], new)
     state = trainer.begin(params)
     return state._replace(**{name: leaf for name, leaf in restored.items() if name != "params"})
@@ -206,7 +203,7 @@ def _shapes(config: Config) -> dict[str, tuple[int, ...]]:
 
 
 def _same_maps(config: Config, other: Config) -> bool:
-    """Return whether the residuals' parameters can be taken over: one kind, and the same shapes."""
+    """Return whether the residuals are of one kind, with parameters of the same shapes: then they are taken over."""
 
     def maps(one: Config) -> dict[str, tuple[int, ...]]:
         return {path: shape for path, shape in _shapes(one).items() if _is_residual(path)}
@@ -215,7 +212,7 @@ def _same_maps(config: Config, other: Config) -> bool:
 
 
 def _same_residual(config: Config, other: Config) -> bool:
-    """Return whether the two differ in shapes at most."""
+    """Return whether the residuals differ in shapes at most."""
     return config.residual.kind == other.residual.kind and config.streams == other.streams
 
 
@@ -240,10 +237,10 @@ def _check_upcycling(config: Config, found: Config) -> None:
 
 
 def _check_optimizer(config: Config, found: Source) -> None:
-    def state(one: Config) -> Any:
-        abstract = DecoderDefinition(one).abstract()
-        opt_state = jax.eval_shape(make_optimizer(one, abstract).init, abstract)
-        return jax.tree.structure(opt_state), [leaf.shape for leaf in jax.tree.leaves(opt_state)]
+    def state(of_run: Config) -> Any:
+        abstract = DecoderDefinition(of_run).abstract()
+        shapes = jax.eval_shape(make_optimizer(of_run, abstract).init, abstract)
+        return jax.tree.structure(shapes), [leaf.shape for leaf in jax.tree.leaves(shapes)]
 
     if state(config) != state(found.config):
         raise UserError(
@@ -302,6 +299,6 @@ def _without(tree: Any, paths: set[str]) -> Any:
 
 
 def _joined(abstract: Any, some: Any, others: dict[str, jax.Array]) -> Any:
-    """Return the tree of ``abstract`` with leaves from two sources."""
+    """Return the tree of ``abstract`` from leaves of two sources."""
     by_path = {path_of(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(some)} | others
     return jax.tree_util.tree_map_with_path(lambda path, _: by_path[path_of(path)], abstract)

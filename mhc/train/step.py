@@ -1,4 +1,4 @@
-"""Compile the train and validation steps: pure functions of state and batch."""
+"""The compiled train and validation steps: pure functions of state and batch."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class LossParts(NamedTuple):
 
 
 def counted(config: Config, batch: Batch) -> Batch:
-    """Return the batch without weight on targets within ``attention.prefix``, which the tokens before them see."""
+    """Return the batch with no weight on targets within ``attention.prefix``, which the tokens before them see."""
     prefix = config.attention.prefix
     if not prefix:
         return batch
@@ -85,7 +85,7 @@ def loss_parts(definition: DecoderDefinition, params: Params, batch: Batch) -> L
 
 
 def micro_batches(batch: Batch, accumulation: int) -> Batch:
-    """Return leaves [B, …] as [A, B / A, …]: row r goes to micro-batch r mod A, so that each device keeps its rows."""
+    """Return leaves [A, B / A, …] of [B, …]: row r is in micro-batch r mod A, so that each device keeps its rows."""
     return jax.tree.map(
         lambda a: jnp.moveaxis(a.reshape(a.shape[0] // accumulation, accumulation, *a.shape[1:]), 1, 0), batch
     )
@@ -94,7 +94,7 @@ def micro_batches(batch: Batch, accumulation: int) -> Batch:
 def loss_and_gradients(
     definition: DecoderDefinition, params: Params, batch: Batch, accumulation: int
 ) -> tuple[LossParts, Params]:
-    """Return (sums over the batch, gradient of the objective), computed micro-batch by micro-batch.
+    """Return (sums over the batch, gradient of the objective), micro-batch by micro-batch.
 
     The objective is nll / weight, plus the z-loss of the head and what keeps experts even, where configured. Every
     micro-batch is divided by the token count of the *whole* batch, so accumulating equals the big batch whatever the
@@ -135,7 +135,7 @@ def loss_and_gradients(
 
 
 class Norms(NamedTuple):
-    """Holds norms of a tree shaped like the parameters: of each sublayer [S] (F and its maps), and of each group."""
+    """Holds norms of a tree shaped like the parameters: by sublayer [S] (F and its maps), and by parameter group."""
 
     sublayers: jax.Array
     groups: dict[str, jax.Array]
@@ -172,7 +172,7 @@ def _untrained_gamma(config: Config, path: str) -> bool:
 
 
 def scheduled(config: Config, params: Params, completed: jax.Array) -> Params:
-    """Return ``params`` with the norm scales that ``norm.gamma_schedule`` sets after ``completed`` updates."""
+    """Return ``params`` with the sublayers' norm scales as of ``norm.gamma_schedule`` after ``completed`` updates."""
     final, first = config.norm.gamma_schedule, config.norm.gamma_init
     if final is None:
         return params
@@ -181,7 +181,7 @@ def scheduled(config: Config, params: Params, completed: jax.Array) -> Params:
 
 
 def balanced(config: Config, params: Params, router: dict[str, jax.Array]) -> Params:
-    """Return ``params`` with each router's bias moved one step towards an even load (arXiv:2408.15664).
+    """Move each router's bias a step towards an even load (arXiv:2408.15664).
 
     It goes up where an expert got less than the mean, and down where it got more.
     """
@@ -194,9 +194,10 @@ def balanced(config: Config, params: Params, router: dict[str, jax.Array]) -> Pa
 
 @dataclasses.dataclass(frozen=True)
 class Faults:
-    """Test hook: faults put into the compiled step. Each gets the number of completed steps and returns its second
-    argument,
-    changed or not; None compiles to nothing."""
+    """Holds faults that tests put into the compiled step.
+
+    Each gets the number of completed steps and returns its second argument, changed or not; None compiles to nothing.
+    """
 
     params: Callable[[jax.Array, Params], Params] | None = None  # before the forward pass
     loss: Callable[[jax.Array, jax.Array], jax.Array] | None = None
@@ -204,7 +205,7 @@ class Faults:
 
 
 class Trainer:
-    """Compiles the functions of a config on a mesh: ``init``, ``step`` and ``validate``.
+    """Holds the compiled functions of a config on a mesh: ``init``, ``step``, ``validate``.
 
     ``step(state, batch) -> (state, metrics)`` donates the state. Metrics are device arrays: the scalars loss,
     target_tokens (int32), grad_norm before clipping, update_norm, param_norm, lr, logit_max, log_z, skipped,

@@ -18,7 +18,7 @@ from mhc.config import DataConfig
 from mhc.data import pipeline, prepare, tokenizers
 from mhc.data.rows import spread as spreads
 from mhc.data.rows.packing import Document, empty_batch, fill_row
-from mhc.data.rows.spread import Rows
+from mhc.data.rows.spread import RowStream
 from mhc.errors import UserError
 from mhc.eval.perplexity import __main__ as perplexity
 from mhc.files import read_json
@@ -37,8 +37,8 @@ def documents(sizes: list[int]) -> list[Document]:
     ]
 
 
-def read(made: list[Document], count: int, *, sizes: Any = None, spread: bool = True) -> tuple[list[Any], Rows]:
-    rows = Rows(made.__getitem__, 0, len(made), length=LENGTH, count=count, sizes=sizes, spread=spread)
+def read(made: list[Document], count: int, *, sizes: Any = None, spread: bool = True) -> tuple[list[Any], RowStream]:
+    rows = RowStream(made.__getitem__, 0, len(made), length=LENGTH, count=count, sizes=sizes, spread=spread)
     found = []
     while rows.next_row():
         batch = empty_batch(1, LENGTH)
@@ -101,7 +101,7 @@ def test_at_many_places_each_costs_one_document() -> None:
         asked.append(index)
         return made[index]
 
-    rows = Rows(fetch, 0, 4000, length=LENGTH, count=2048, sizes=np.full(4000, 50))
+    rows = RowStream(fetch, 0, 4000, length=LENGTH, count=2048, sizes=np.full(4000, 50))
     while rows.next_row():
         assert fill_row(empty_batch(1, LENGTH), 0, rows)
     assert len(rows.touched) == len(set(asked)) <= 2 * spreads.PLACES
@@ -159,7 +159,7 @@ def test_rows_are_the_same_whatever_the_batch_the_hosts_and_the_format(tmp_path:
 def test_a_whole_set_is_not_read_just_to_say_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = pipeline.validation_batches(letters(tmp_path), BYTES, batch_size=4)
     monkeypatch.setattr(pipeline.ValidationBatches, "__iter__", None)
-    assert made.said("a") == "validation set a: all of its 400 document(s)"
+    assert made.coverage("a") == "validation set a: all of its 400 document(s)"
 
 
 def test_what_is_measured_on_them_is_near_the_whole(tmp_path: Path) -> None:

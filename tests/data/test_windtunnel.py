@@ -211,7 +211,7 @@ def test_validation_has_sequences_of_its_own_the_same_for_every_seed() -> None:
     first, last = list(sets[""])
     np.testing.assert_array_equal(first["tokens"], Bijection(6).make(0, "validation", range(4)).tokens)
     assert last["weights"][2:].sum() == 0 and last["segment_ids"][2:].sum() == 0  # filled up
-    assert sets[""].said() == "validation: 6 held-out sequence(s) of 9 tokens"
+    assert sets[""].coverage() == "validation: 6 held-out sequence(s) of 9 tokens"
 
 
 @pytest.mark.parametrize(

@@ -101,6 +101,12 @@ def test_the_page_on_adding_a_topology_is_true(
             marks=pytest.mark.long,
         ),
         pytest.param("attention_block", ["--steps", "60"], r"step   59  loss 0\.[0-4]", marks=pytest.mark.long),
+        pytest.param(
+            "linen_classifier",
+            ["--steps", "60", "--depth", "2"],
+            r"mhc: (8[5-9]|9\d)\.\d % of unseen points right .*\n.* moved by up to 0\.[1-9]",
+            marks=pytest.mark.long,
+        ),
     ],
 )
 def test_an_example_learns(program: str, arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:

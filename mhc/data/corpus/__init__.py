@@ -1,1 +1,1 @@
-"""Read corpora: documents with random access, and which of them are held out."""
+"""Read documents of a corpus at random, and hold some of them out."""

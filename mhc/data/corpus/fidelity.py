@@ -1,7 +1,7 @@
-"""Measure what a tokeniser makes of a corpus: how much of the text it loses, and whether it can encode it at all.
+"""Measure how much of a corpus a tokeniser loses, and check that it can encode it.
 
-Lost is what ids do not tell: letters and spaces that are dropped, what a normaliser changes, and what becomes the
-unknown id. Bits per byte counts the bytes of the text, so that every byte that is lost is predicted for nothing.
+A tokeniser loses letters and spaces that it drops, text that its normaliser changes, and text that becomes the unknown
+id. Bits per byte divides by the bytes of the text, so a model is credited with every lost byte without predicting it.
 """
 
 from __future__ import annotations
@@ -11,29 +11,30 @@ from collections.abc import Iterable
 import numpy as np
 
 from mhc.data.corpus.prepared import Prepared
-from mhc.data.corpus.sources import Joined, Source
+from mhc.data.corpus.sources import Source, each_source
 from mhc.data.shards.records import Tokenised
 from mhc.data.tokenizers import ByteTokenizer, Tokenizer
 from mhc.data.warning import warn_once
 from mhc.errors import UserError
 
-LIMIT = 0.001  # share of the bytes; above it bits per byte says nothing
-_DOCUMENTS = 64  # that are measured
+LIMIT = 0.001  # share of lost bytes above which bits per byte means nothing
+_DOCUMENTS = 64  # documents that are measured
 _SAMPLE = 1 << 18  # bytes of text that are measured
 _CHECKED = 16 << 20  # bytes of text that are encoded at opening where a tokeniser cannot encode every text
 
 
 def share_lost(source: Source, tokenizer: Tokenizer) -> float:
-    """Return the share of the bytes that ``tokenizer`` loses, from 0 to 1, of documents spread evenly over the source.
+    """Return the share of the bytes that ``tokenizer`` loses, from 0 to 1, in documents spread evenly over the source.
 
-    Of ids without text it is the share of those that are the unknown id. Of a prepared corpus it is what was measured
-    when it was prepared; an older folder tells what is unknown or dropped, but not what a normaliser changed.
+    For ids without text it is the share of unknown ids. For a prepared corpus it is what was measured when the corpus
+    was prepared; in a folder of an older version, text that a normaliser changed is not counted.
 
-    Raises: UserError for a document that cannot be read or encoded.
+    Raises:
+      UserError: a document cannot be read or encoded.
     """
     if isinstance(tokenizer, ByteTokenizer):
         return 0.0
-    stored = [_stored(one) for one in (source.sources if isinstance(source, Joined) else [source])]
+    stored = [_stored(part) for part in each_source(source)]
     if not any(share is None for share in stored):
         return max(share for share in stored if share is not None)
     count = min(len(source), _DOCUMENTS)
@@ -53,23 +54,24 @@ def share_lost(source: Source, tokenizer: Tokenizer) -> float:
     return max(lost / max(total, 1), *(share or 0.0 for share in stored))
 
 
-def reason(share: float, name: str) -> str | None:
-    """Return why bits per byte is withheld, in a clause, or None where it is not. ``name`` is that of the tokeniser."""
+def why_withheld(share: float, name: str) -> str | None:
+    """Return why bits per byte is null, as a clause; None if it is not. ``name`` is the tokeniser's."""
     if share <= LIMIT:
         return None
-    return f"{said(share, name)}; bits per byte is null above {LIMIT:.1%}"
+    return f"{describe(share, name)}; bits per byte is null above {LIMIT:.1%}"
 
 
-def said(share: float, name: str) -> str:
-    """Return the share in a clause."""
+def describe(share: float, name: str) -> str:
+    """Return the share of lost bytes as a clause. ``name`` is the tokeniser's."""
     shown = f"{share:.2%}" if share >= 5e-5 or not share else "less than 0.01%"
     return f"{name} loses {shown} of the text's bytes (dropped, normalised away or on the unknown id)"
 
 
 def check(source: Source, tokenizer: Tokenizer) -> None:
-    """Encode the beginning of each corpus if its tokeniser cannot encode every text: better now than at some step.
+    """Encode the beginning of each corpus if its tokeniser cannot encode every text, so that a run fails at its start.
 
-    Raises: UserError for the first document that cannot be encoded, by its file and place.
+    Raises:
+      UserError: a document cannot be encoded; the line names its file and place.
     """
     if tokenizer.spelled and _has_text(source):
         warn_once(
@@ -78,7 +80,7 @@ def check(source: Source, tokenizer: Tokenizer) -> None:
         )
     if tokenizer.total:
         return
-    for part in source.sources if isinstance(source, Joined) else [source]:
+    for part in each_source(source):
         left = _CHECKED
         for index in range(len(part)):
             content = part[index]
@@ -92,13 +94,12 @@ def check(source: Source, tokenizer: Tokenizer) -> None:
 
 
 def _has_text(source: Source) -> bool:
-    """Return whether some of a corpus is tokenised here."""
-    parts = source.sources if isinstance(source, Joined) else [source]
-    return any(isinstance(part[0], bytes) for part in parts)
+    """Return whether a source has text, which this process tokenises."""
+    return any(isinstance(part[0], bytes) for part in each_source(source))
 
 
 def worst(shares: Iterable[float]) -> float:
-    """Return the largest of some shares; 0 of none."""
+    """Return the largest share, 0 if there is none."""
     return max(shares, default=0.0)
 
 
@@ -120,7 +121,7 @@ def _size(content: Tokenised, tokenizer: Tokenizer) -> int:
 
 
 def _lost_of_ids(content: Tokenised, tokenizer: Tokenizer) -> int:
-    """Return how many bytes of a document of ids are on the unknown id, or are not in what the ids decode to."""
+    """Return how many bytes of a document are on the unknown id or missing from what its ids decode to."""
     lengths = tokenizer.byte_lengths[content.ids] if content.lengths is None else content.lengths
     unknown = int(lengths[content.ids == tokenizer.unknown_id].sum(dtype=np.int64))
     known = content.ids[content.ids != tokenizer.unknown_id]

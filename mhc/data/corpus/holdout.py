@@ -1,4 +1,4 @@
-"""Choose which documents of a corpus are held out for validation: the same wherever the corpus lies."""
+"""Choose the documents that are held out for validation: the same ones wherever the corpus lies."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mhc.errors import UserError
 def of_split(
     owner: np.ndarray, number: np.ndarray, names: list[str], holdout: float, split: str, label: str
 ) -> np.ndarray:
-    """Return bool[n]: which documents are of a split, by `held_out`. Raises UserError where none is."""
+    """Return bool[n]: which documents belong to a split, by `held_out`. Raises UserError where none does."""
     held = held_out(owner, number, names, holdout)
     wanted = held if split == "validation" else ~held
     if not wanted.any():
@@ -44,7 +44,7 @@ def held_out(owner: np.ndarray, number: np.ndarray, names: list[str], holdout: f
 
 
 def hold_out(count: int, holdout: float, name: str) -> np.ndarray:
-    """Return bool[count]: which of ``count`` numbered documents of a corpus are held out, by hash."""
+    """Return bool[count]: which of ``count`` numbered documents are held out, by a hash of ``name`` and the number."""
     score = _mix(np.uint64(_hash(name)) + np.arange(count, dtype=np.uint64))
     return score < np.uint64(holdout * 2**64)
 
@@ -63,5 +63,5 @@ def _mix(value: np.ndarray) -> np.ndarray:
 
 
 def holds_out_files(files: int, holdout: float) -> bool:
-    """Return whether whole files are held out, not documents."""
+    """Return whether whole files are held out, rather than documents."""
     return holdout > 0 and files >= math.ceil(2 / holdout)

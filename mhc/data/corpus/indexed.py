@@ -1,4 +1,4 @@
-"""Index corpora of the user's own files: ``text:<glob>`` and ``tokens:<glob>``.
+"""Read the user's own files, ``text:<glob>`` and ``tokens:<glob>``, by an index of their documents.
 
 Documents. In a ``.jsonl`` file a line is a document, in a ``.parquet`` file a row is. Any other text file is one
 document, and so is a token file unless ``data.end_token`` cuts it; but what is longer than a block is cut into blocks,

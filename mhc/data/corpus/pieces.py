@@ -1,4 +1,4 @@
-"""Cut documents that are not tokenised yet into the pieces that training reads."""
+"""Cut documents, before they are tokenised, into the pieces that training reads."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import numpy as np
 from mhc.config import DataConfig
 from mhc.data.shards.records import Tokenised
 
-_MOST_PIECES = 64  # of a document: each piece costs a reading of the whole
+_MOST_PIECES = 64  # pieces of a document; to read any of them the whole document is read
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,16 +22,16 @@ class Piece:
 
     content: bytes | np.ndarray | Tokenised  # UTF-8 text, or ids
     ends: bool  # whether the document ends here
-    begins: bool = True  # whether it begins here
-    name: Callable[[], str] | None = None  # of the document, for messages
+    begins: bool = True  # whether the document begins here
+    name: Callable[[], str] | None = None  # gives the document's name, for messages
 
 
 class Documents(Protocol):
-    """Gives random access to documents of known sizes; a `mhc.data.corpus.sources.Source` is one."""
+    """Gives documents at random; a `mhc.data.corpus.sources.Source` does."""
 
     @property
     def sizes(self) -> np.ndarray | None:
-        """Return int64[n]: about the bytes (ids) of each; None: unknown, and too many to find out."""
+        """Return int64[n]: about how many bytes or ids each document has; None if there are too many to find out."""
         ...
 
     def __len__(self) -> int: ...
@@ -42,15 +42,15 @@ class Documents(Protocol):
 
 
 class Pieces:
-    """Cuts documents into pieces of about ``size`` bytes or ids (at most 64 pieces each), with random access.
+    """Cuts documents into pieces of about ``size`` bytes or ids, at most 64 each, and gives the pieces at random.
 
-    A row stays with its document until that ends. Were long documents left whole, a batch would come from the same few
-    for hundreds of steps, and the first batches from their openings alone. Text is cut after a line where one ends
-    nearby, otherwise after a space, at worst between two characters; the pieces of a document add up to it.
+    A row reads a document to its end. If long documents were left whole, a batch would come from the same few documents
+    for hundreds of steps, and the first batches only from their beginnings. Text is cut after a line if one ends
+    nearby, otherwise after a space, and at worst between two characters. The pieces of a document add up to it.
     """
 
     def __init__(self, documents: Documents, size: int | None):
-        """Take the documents to cut; a ``size`` of None leaves every document whole."""
+        """Cut ``documents``; a ``size`` of None leaves each of them whole."""
         self._documents = documents
         self._size = size or 0
         self._first: np.ndarray | None = None  # int64[n + 1]: number of each document's first piece
@@ -76,7 +76,7 @@ class Pieces:
         return Piece(content[start:stop], ends, begins, name)
 
     def document(self, index: int) -> int:
-        """Return the number of the document that a piece is of."""
+        """Return the number of the document that a piece comes from."""
         return index if self._first is None else int(np.searchsorted(self._first, index, side="right")) - 1
 
 
@@ -85,16 +85,16 @@ def _always(document: int) -> bool:
 
 
 def piece_size(data: DataConfig) -> int:
-    """Return the size of the pieces that a document is cut into for training: bytes (ids, for tokens:) of 8 sequences.
+    """Return about how many bytes (ids, for tokens:) a piece has: those of 8 sequences.
 
-    Short enough for a batch to change its documents every few steps, long enough for few sequences to be broken.
+    Pieces are short enough for a batch to change its documents every few steps, and long enough to break few sequences.
     """
     bytes_per_token = 1 if data.tokenizer == "bytes" or data.source.startswith("tokens:") else 4
     return 8 * data.sequence_length * bytes_per_token
 
 
 def count_pieces(sizes: np.ndarray, size: int) -> np.ndarray:
-    """Return int64[n]: in how many pieces of about ``size`` bytes or ids documents are read."""
+    """Return int64[n]: how many pieces of about ``size`` bytes or ids each document has."""
     return np.clip(sizes // size, 1, _MOST_PIECES)
 
 
@@ -110,9 +110,9 @@ def _cut(content: bytes | np.ndarray, part: int, parts: int, size: int) -> int:
     if part in (0, parts) or not isinstance(content, bytes):
         return place
     for mark in (b"\n", b" "):
-        mark_at = content.find(mark, place, place + size // 4)
-        if mark_at >= 0:
-            return mark_at + 1
+        end = content.find(mark, place, place + size // 4)
+        if end >= 0:
+            return end + 1
     while place < len(content) and content[place] & 0xC0 == 0x80:
         place += 1
     return place

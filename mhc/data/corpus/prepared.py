@@ -1,15 +1,15 @@
-"""Read ``prepared:<folder>``, a corpus that ``python -m mhc.data.prepare`` tokenised once.
+"""Read ``prepared:<folder>``: a corpus that ``python -m mhc.data.prepare`` tokenised once.
 
 The folder holds
 
-    shard-00000.array_record, …   a record a document: its ids, see `mhc.data.shards.records.pack`
-    shard-00000.npy, …            a row of `TABLE` a document: its key in the corpus, and counts
-    manifest.json                 what was prepared and how; it is written last, when all else is there
-    origin.json                   where the corpus' files lay and when they had changed, to notice that they do
+    shard-00000.array_record, …   a record for each document: its ids, see `mhc.data.shards.records.pack`
+    shard-00000.npy, …            a row of `TABLE` for each document: its place in the corpus, and counts
+    manifest.json                 what was prepared and how; it is written last, when everything else is there
+    origin.json                   where the files of the corpus lay and when they had changed, to notice changes
 
-A document's key is what it is held out by, and its size there what it is cut by: so a run reads what it would read from
-the text itself, in the same order. What a tokeniser gives may depend on where a text is cut; hence a
-document is tokenised in the pieces that training reads (`mhc.data.corpus.pieces.Pieces`), a held-out one as a whole.
+A document is held out by its place in the corpus and cut by its size there, so a run reads what it would read from the
+text itself, in the same order. The ids of a text may depend on where it is cut. So a document is tokenised in the
+pieces that training reads (`mhc.data.corpus.pieces.Pieces`), and a held-out one as a whole.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from mhc.data.corpus.holdout import of_split
 from mhc.data.shards.manifest import MANIFEST, ORIGIN, check_table, parse, read_manifest
 from mhc.data.shards.records import Tokenised, unpack
 from mhc.data.tokenizers import Tokenizer
+from mhc.data.tokenizers.spelling import first_line
 from mhc.data.user_files.formats import check_pointer, is_lines, is_parquet
 from mhc.data.user_files.globs import below_fixed, match, sha256
 from mhc.data.user_files.local_copies import cache_directory, replacing
@@ -46,7 +47,7 @@ _log = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True)
 class _Shard:
-    """Stands for a shard's file: it holds what grain asks of a file instead of opening it."""
+    """Describes a file to grain, which otherwise opens it."""
 
     filename: str
     skip: int
@@ -57,12 +58,13 @@ class _Shard:
 class Prepared:
     """Reads a split of a prepared corpus: a `mhc.data.corpus.sources.Source` whose documents are `Tokenised`.
 
-    Raises UserError (at opening) for a folder that is not prepared, or not to the end, whose files are not those of its
-    manifest, or whose corpus has changed since.
+    Raises:
+      UserError: at opening, for a folder that is not prepared to the end, whose files are not those of its manifest, or
+        whose corpus has changed since; later, for a record that cannot be read.
     """
 
     def __init__(self, data: DataConfig, folder: str, split: str, whole: bool):
-        """Open the folder; ``whole`` ignores the split and takes every document."""
+        """Open a folder. With ``whole`` the split is ignored and every document is taken."""
         import grain
 
         self.label = f"prepared:{folder}"
@@ -95,7 +97,7 @@ class Prepared:
         return len(self._records)
 
     def __getitem__(self, index: int) -> Tokenised:
-        """Raises UserError for a record that cannot be read: array_record has a hash of each."""
+        """Return document ``index``. Raises UserError where its record does not match array_record's hash of it."""
         record = int(self._records[index])
         try:
             document = unpack(self._reader[record])
@@ -103,7 +105,7 @@ class Prepared:
                 raise ValueError("the number of ids is another than in the table")
         except (RuntimeError, ValueError, IndexError) as error:
             shard = self.manifest["shards"][int(np.searchsorted(self._first, record, side="right")) - 1]["name"]
-            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+            reason = first_line(error)
             if "Too many open files" in reason:
                 raise UserError(
                     f"{self.label}: {shard}.array_record cannot be opened: too many open files; raise ulimit -n above "
@@ -129,19 +131,19 @@ class Prepared:
 
     @functools.cached_property
     def sizes(self) -> np.ndarray:
-        """Return int64[n]: bytes that each document takes in its file, as the text itself would have it."""
+        """Return int64[n]: the bytes that each document has in its file, as the source of the text would."""
         return self._table["stop"] - self._table["start"]
 
     def ends(self, index: int) -> bool:
-        """Return whether document i ends here: it is whole, or the last block of one."""
+        """Return whether a document ends here: False for a block that another one follows."""
         return bool(self._table["ends"][index])
 
     def begins(self, index: int) -> bool:
-        """Return whether document i begins here: it is whole, or the first block of one."""
+        """Return whether a document begins here: False for any block of one but the first."""
         return is_lines(self._names[self._table[index]["file"]]) or not self._table[index]["number"]
 
     def name(self, index: int) -> str:
-        """Return the file of the corpus, and the line, row or bytes."""
+        """Return a document's file in the corpus, and its line, row or bytes."""
         row = self._table[index]
         name = self._names[row["file"]]
         if is_parquet(name):
@@ -150,7 +152,7 @@ class Prepared:
         return f"{self.label}, {name}, {place}"
 
     def check_tokenizer(self, tokenizer: Tokenizer) -> None:
-        """Raises UserError where the corpus was prepared with another tokeniser."""
+        """Raise UserError where the corpus was prepared with another tokeniser."""
         theirs = self.manifest["tokenizer"]
         if theirs["hash"] != tokenizer.content_hash:
             raise UserError(
@@ -171,7 +173,7 @@ class Prepared:
 
 
 def _local(folder: str, content: bytes, manifest: dict[str, Any], data: DataConfig) -> Path:
-    """Return the folder, or its copy in the cache directory where it is in a store; its shards have their sizes."""
+    """Return the folder, or its copy in the cache directory if it is in a store; its shards are there."""
     place = remote.path(os.path.expanduser(folder))
     where = place
     if not isinstance(place, Path):
@@ -193,7 +195,7 @@ def _local(folder: str, content: bytes, manifest: dict[str, Any], data: DataConf
 
 
 def _damaged(label: str, file: Path, why: str) -> UserError:
-    """Return the error of a shard's damaged file; of a copy in the cache directory, it names the copy's path."""
+    """Return the error of a damaged file of a shard. Of a copy in the cache directory it gives the path."""
     if remote.is_remote(label.removeprefix("prepared:")):
         return UserError(f"{label}: its copy {file} is damaged ({why}): remove it, so that it is copied again")
     return UserError(f"{label}: {file.name} is damaged ({why}); prepare it again, which makes it anew")
@@ -212,10 +214,10 @@ def _fetch(source: remote.Folder, target: Path, digest: str) -> None:
 
 
 def _check_unchanged(folder: Path, manifest: dict[str, Any], label: str) -> None:
-    """Raises UserError for a file of the corpus that is where it was when it was prepared, with another content.
+    """Raise UserError for a file of the corpus that is where it was, but no longer has the content that was prepared.
 
-    A file of the same size and time of change passes; only one whose time alone differs is read, for its hash. Files
-    that are gone pass, and so do those of a store, which are not asked for. Files that have come are told.
+    A file of the same size and time of change passes. A file whose time alone differs is read, for its hash. Files that
+    are gone pass, and so do files in a store, which is not asked. Files that have come are warned of.
     """
     origin = folder / ORIGIN
     if not origin.is_file():
@@ -234,7 +236,7 @@ def _check_unchanged(folder: Path, manifest: dict[str, Any], label: str) -> None
                 f"{place['path']} has changed since {label} was prepared from it: prepare it again, "
                 f"or remove {origin} to read what was prepared"
             )
-    come = _come(stored["pattern"], places)
+    come = _new_files(stored["pattern"], places)
     if come:
         more = f" and {len(come) - 1} more file(s)" if len(come) > 1 else ""
         warn_once(
@@ -243,8 +245,8 @@ def _check_unchanged(folder: Path, manifest: dict[str, Any], label: str) -> None
         )
 
 
-def _come(pattern: str, places: dict[str, dict[str, Any]]) -> list[str]:
-    """Return paths of local files that the corpus' pattern matches now but did not when it was prepared."""
+def _new_files(pattern: str, places: dict[str, dict[str, Any]]) -> list[str]:
+    """Return the local files that the glob of the corpus matches now but did not when it was prepared."""
     name, place = next(iter(places.items()), ("", {"path": ""}))
     base = place["path"].removesuffix(name)
     if remote.is_remote(pattern) or not name or base == place["path"]:
@@ -252,7 +254,7 @@ def _come(pattern: str, places: dict[str, dict[str, Any]]) -> list[str]:
     known = {place["path"] for place in places.values()}
     with contextlib.suppress(UserError):  # none is left, or one may not be read: nobody is to read it
         now = match("text", glob.escape(base) + below_fixed(pattern))  # of a relative pattern the folder may be another
-        return [one.path for one in now if one.path not in known]
+        return [file.path for file in now if file.path not in known]
     return []
 
 

@@ -28,7 +28,7 @@ Split = Literal["train", "validation"]
 
 
 class Source(Protocol):
-    """Reads the documents of one split, at least one."""
+    """Gives the documents of one split at random; it has at least one."""
 
     label: str  # how the user named the corpus
     fingerprint: str  # hex: equal when the corpus and its order are (names and sizes stand for contents)
@@ -36,65 +36,69 @@ class Source(Protocol):
 
     @property
     def sizes(self) -> np.ndarray | None:
-        """Return int64[n]: about the bytes (ids) of each document; None: too many to find out."""
+        """Return int64[n]: about how many bytes or ids each document has; None if there are too many to find out."""
         ...
 
     def __len__(self) -> int: ...
 
     def __getitem__(self, index: int) -> bytes | np.ndarray | Tokenised:
-        """Return UTF-8 text, int64[n] ids, or ids with the bytes that they stand for."""
+        """Return a document: UTF-8 text, int64[n] ids, or ids with the bytes that they stand for."""
         ...
 
     def ends(self, index: int) -> bool:
-        """Return whether the document ends with this one (False: a block, see `mhc.data.corpus.indexed`)."""
+        """Return whether a document ends here: False for a block that another follows (`mhc.data.corpus.indexed`)."""
         ...
 
     def begins(self, index: int) -> bool:
-        """Return whether the document begins with this one (False: a later block)."""
+        """Return whether a document begins here: False for any block of one but the first."""
         ...
 
     def name(self, index: int) -> str:
-        """Return file and place, for messages."""
+        """Return a document's file and place, for messages."""
         ...
 
 
 def open_source(data: DataConfig, split: Split) -> Source:
-    """Open a split of the corpus that ``data`` describes; of several sources, all one after the other.
+    """Open a split of the corpus that ``data`` describes. Several sources become one, each after the other.
 
-    ``train`` is that split of ``data.source``. ``validation`` is ``data.validation`` when that names another corpus:
-    all of it for text:, tokens: and prepared:, its validation split for stdlib and tfds:. Otherwise it is what
-    ``data.source`` holds out: its own validation split (TFDS: ``validation``, else ``test``), or a share of
+    The split ``train`` is read from ``data.source``. The split ``validation`` is ``data.validation`` if that names
+    another corpus: all of it for text:, tokens: and prepared:, its validation split for stdlib and tfds:. Otherwise it
+    is what ``data.source`` holds out: its own validation split (TFDS: ``validation``, else ``test``), or a share of
     ``data.holdout`` of it.
 
-    Raises UserError for everything that is wrong with the corpus.
+    Raises:
+      UserError: anything is wrong with the corpus.
     """
     refuse_documents(data)
     several = parts(data, split)
     if len(several) == 1:
         return _open_one(several[0][1], split)
-    return Joined([_open_one(own, split) for _, own in several], data.validation or data.source)
+    return Joined([_open_one(config, split) for _, config in several], data.validation or data.source)
 
 
 def parts(data: DataConfig, split: Split) -> tuple[tuple[Share, DataConfig], ...]:
-    """Return the sources of a split, each with its own config; most splits have one, whose name is "".
+    """Return the sources of a split, each with a config of its own. Most splits have one, whose name is "".
 
     A mixture without ``data.validation`` holds out a part of each of its sources, under the source's name.
     """
     training = shares(data.source)
     sets = () if data.validation is None else shares(data.validation, "data.validation")
-    held_out = {one.source for one in training}
+    held_out = {share.source for share in training}
     if sets:
-        held_out &= {one.source for one in sets}
+        held_out &= {share.source for share in sets}
 
-    def own(one: Share, other: Share | None) -> DataConfig:
-        """Return the config of one source, which holds out a part of itself unless ``other`` serves for validation."""
-        return dataclasses.replace(data, source=one.source, validation=None if other is None else other.source)
+    def config(share: Share, validation: Share | None) -> DataConfig:
+        """Return the config of one source; without a corpus for ``validation`` a part of the source is held out."""
+        other = None if validation is None else validation.source
+        return dataclasses.replace(data, source=share.source, validation=other)
 
     if split == "train":
-        return tuple((one, own(one, None if one.source in held_out else sets[0])) for one in training)
+        return tuple((share, config(share, None if share.source in held_out else sets[0])) for share in training)
     if not sets:
-        return tuple((one, own(one, None)) for one in training)
-    return tuple((one, own(one, None) if one.source in held_out else own(training[0], one)) for one in sets)
+        return tuple((share, config(share, None)) for share in training)
+    return tuple(
+        (share, config(share, None) if share.source in held_out else config(training[0], share)) for share in sets
+    )
 
 
 def _open_one(data: DataConfig, split: Split) -> Source:
@@ -114,7 +118,7 @@ def _open_one(data: DataConfig, split: Split) -> Source:
 
 
 def documents(data: DataConfig, split: Split) -> Iterator[bytes]:
-    """Yield the raw text of a split's documents (or blocks of them), in order: the bytes that bits per byte counts.
+    """Yield the text of a split's documents or blocks, in order: the bytes that bits per byte are counted over.
 
     Documents of ids are decoded with ``data.tokenizer``. Raises UserError as `open_source` does.
     """
@@ -130,18 +134,19 @@ def documents(data: DataConfig, split: Split) -> Iterator[bytes]:
 
 
 class Joined:
-    """Reads several sources as one, each after the other."""
+    """Joins several sources, each after the other."""
 
     def __init__(self, sources: Sequence[Source], label: str):
         self.sources, self.label = list(sources), label
         self.fingerprint = joint_fingerprint(sources)
-        self.holdout = next((one.holdout for one in sources if one.holdout is not None), None)
-        self._first = np.concatenate([[0], np.cumsum([len(one) for one in sources])])
+        self.holdout = next((source.holdout for source in sources if source.holdout is not None), None)
+        self._first = np.concatenate([[0], np.cumsum([len(source) for source in sources])])
 
     @property
     def sizes(self) -> np.ndarray | None:
-        sizes = [one.sizes for one in self.sources]
-        return None if any(one is None for one in sizes) else np.concatenate([one for one in sizes if one is not None])
+        sizes = [source.sizes for source in self.sources]
+        known = [array for array in sizes if array is not None]
+        return np.concatenate(known) if len(known) == len(sizes) else None
 
     def __len__(self) -> int:
         return int(self._first[-1])
@@ -151,22 +156,27 @@ class Joined:
         return self.sources[number], index - int(self._first[number])
 
     def __getitem__(self, index: int) -> bytes | np.ndarray | Tokenised:
-        source, local = self._place(index)
-        return source[local]
+        source, inner = self._place(index)
+        return source[inner]
 
     def ends(self, index: int) -> bool:
-        source, local = self._place(index)
-        return source.ends(local)
+        source, inner = self._place(index)
+        return source.ends(inner)
 
     def begins(self, index: int) -> bool:
-        source, local = self._place(index)
-        return source.begins(local)
+        source, inner = self._place(index)
+        return source.begins(inner)
 
     def name(self, index: int) -> str:
-        source, local = self._place(index)
-        return source.name(local)
+        source, inner = self._place(index)
+        return source.name(inner)
+
+
+def each_source(source: Source) -> Sequence[Source]:
+    """Return the sources that are joined in one, or the source itself."""
+    return source.sources if isinstance(source, Joined) else [source]
 
 
 def joint_fingerprint(sources: Sequence[Source]) -> str:
-    """Return the fingerprint of several sources in their order."""
-    return hashlib.sha256("\n".join(one.fingerprint for one in sources).encode()).hexdigest()[:16]
+    """Return a hash of several sources in their order, in hex."""
+    return hashlib.sha256("\n".join(source.fingerprint for source in sources).encode()).hexdigest()[:16]

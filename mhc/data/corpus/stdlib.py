@@ -1,9 +1,10 @@
-"""Prepare and read the embedded corpus: the source files of Python's own standard library.
+"""Prepare the embedded corpus: the source files of Python's own standard library.
 
-Real text that is on every machine, prepared once as a TFDS dataset in array_record files, without TensorFlow and
-without a download. Left out: tests, whole applications (idlelib, turtledemo, lib2to3), installed packages, what is
-generated or a table (encodings, pydoc_data, the build's ``_sysconfigdata``), and distutils, which newer Pythons lack.
-Some 400 files and 8 MB are left; a twentieth of the files, by a hash of their names, is the split ``validation``.
+This is real text that is on every machine. It is prepared once as a TFDS dataset in array_record files, without
+TensorFlow and without a download. Left out are tests, whole applications (idlelib, turtledemo, lib2to3), installed
+packages, what is generated or a table (encodings, pydoc_data, the build's ``_sysconfigdata``), and distutils, which
+newer Pythons lack. Some 400 files and 8 MB are left. A twentieth of the files, by a hash of their names, is the split
+``validation``.
 
 The folder's name has Python's version and a hash of the files' names and sizes, so that no two libraries mix.
 """
@@ -36,15 +37,15 @@ _log = logging.getLogger(__name__)
 
 
 def files(root: Path) -> list[str]:
-    """Return the corpus' files below ``root``: sorted relative names with ``/``."""
-    paths = []
+    """Return the files of the corpus below ``root``: sorted relative names with ``/``."""
+    names_below = []
     for folder, folders, names in os.walk(root):
         folders[:] = [name for name in folders if name not in _LEFT_OUT]
         for name in names:
             path = Path(folder, name)
             if name.endswith(".py") and not name.startswith("_sysconfigdata") and path.stat().st_size:
-                paths.append(path.relative_to(root).as_posix())
-    return sorted(paths)
+                names_below.append(path.relative_to(root).as_posix())
+    return sorted(names_below)
 
 
 def held_out(name: str) -> bool:
@@ -54,10 +55,12 @@ def held_out(name: str) -> bool:
 
 
 def prepare(cache: Path, root: Path | None = None) -> Path:
-    """Prepares the dataset below ``cache`` unless it is there, and gives its folder (for tfds.builder_from_directory).
+    """Prepare the dataset below ``cache`` unless it is there, and return its folder for tfds.builder_from_directory.
 
-    Processes may do so at the same time: each prepares a folder of its own, and the first to finish names it.
-    Raises UserError when ``cache`` cannot be written or ``root`` has no source files.
+    Processes may do so at the same time: each prepares a folder of its own, and the first to finish renames it.
+
+    Raises:
+      UserError: ``cache`` cannot be written, or ``root`` has no source files.
     """
     root = root or Path(sysconfig.get_path("stdlib"))
     names = files(root)
@@ -104,7 +107,7 @@ def _builder_class() -> Any:
     import tensorflow_datasets as tfds  # half a second that a run on other data need not pay
 
     class PythonStdlib(tfds.core.GeneratorBasedBuilder, skip_registration=True):  # type: ignore[call-arg]
-        """Source files of Python's standard library: features ``name`` and ``text``."""
+        """Holds source files of Python's standard library: features ``name`` and ``text``."""
 
         VERSION = tfds.core.Version("1.0.0")
         code_path = None  # nothing to look up beside the code; the look-up needs a package that TFDS does not declare

@@ -1,4 +1,4 @@
-"""Read ``tfds:<name>``, TensorFlow datasets that are prepared on this machine, without TensorFlow."""
+"""Read ``tfds:<name>``: TensorFlow datasets that are prepared on this machine, without TensorFlow."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from mhc.errors import UserError
 if TYPE_CHECKING:
     from mhc.data.corpus.sources import Split
 
-_READ_TO_MEASURE = 10_000  # TFDS examples: no more are read just to learn their sizes
+_READ_TO_MEASURE = 10_000  # examples of a split, at most, that are read just to learn their sizes
 
 
 class TensorFlowDataset:
@@ -95,7 +95,7 @@ class TensorFlowDataset:
 
 
 def _tfds_split(splits: list[str], wanted: Split, label: str) -> tuple[str, bool]:
-    """Return the dataset's split to read, and whether it is the wanted one; if not, documents are held out by hash."""
+    """Return the split to read, and whether it is the wanted one; if not, documents are held out by hash."""
     held = next((name for name in ("validation", "test") if name in splits), None)
     if wanted == "validation" and held:
         return held, True
@@ -107,6 +107,7 @@ def _tfds_split(splits: list[str], wanted: Split, label: str) -> tuple[str, bool
 
 
 def open_tfds(data: DataConfig, name: str, split: Split, whole: bool) -> TensorFlowDataset:
+    """Open ``tfds:<name>``. Raises UserError where it is not prepared on this machine."""
     from tensorflow_datasets.core import read_only_builder
 
     where = expand_home(data.cache_dir or os.environ.get("TFDS_DATA_DIR") or "~/tensorflow_datasets")
@@ -115,9 +116,9 @@ def open_tfds(data: DataConfig, name: str, split: Split, whole: bool) -> TensorF
     except Exception as error:  # TFDS has a dozen kinds for "no such dataset, configuration or version"
         if isinstance(error, OSError) and not isinstance(error, FileNotFoundError):
             raise
-        infos = [*where.glob("*/*/dataset_info.json"), *where.glob("*/*/*/dataset_info.json")]
+        described = [*where.glob("*/*/dataset_info.json"), *where.glob("*/*/*/dataset_info.json")]
         prepared = sorted(
-            {path.relative_to(where).parts[0] for path in infos} - {p.name for p in where.glob("stdlib-*")}
+            {path.relative_to(where).parts[0] for path in described} - {p.name for p in where.glob("stdlib-*")}
         )
         base = name.split("/")[0].split(":")[0]
         near = [] if base in prepared else difflib.get_close_matches(base, prepared, 1)

@@ -1,4 +1,4 @@
-"""Read ``tokens:<glob>``, files of token ids."""
+"""Read ``tokens:<glob>``: files of token ids."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tokenises a corpus once: the folder that ``data.source='prepared:DIR'`` reads (see `mhc.data.corpus.prepared`).
+"""Tokenise a corpus once, into the folder that ``data.source='prepared:DIR'`` reads (`mhc.data.corpus.prepared`).
 
     python -m mhc.data.prepare --source 'text:corpus/*.jsonl' --tokenizer tok.json --out DIR
 

@@ -1,4 +1,4 @@
-"""Run the program `python -m mhc.data.prepare`."""
+"""Run `mhc.data.prepare`: ``python -m mhc.data.prepare``."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from mhc import cli
 from mhc.config import DataConfig
-from mhc.data import prepare as room
+from mhc.data import prepare as package
 from mhc.data.prepare.run import LARGEST_SHARD, prepare
 from mhc.errors import UserError
 
@@ -17,6 +17,7 @@ _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
 
 def _size(text: str) -> int:
+    """Return the bytes that an option like 64MB means. Raises UserError where it means none."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]B|)", text.strip())
     size = 0.0 if match is None else float(match[1]) * _UNITS[match[2]]
     if not 1 <= size <= LARGEST_SHARD:
@@ -27,14 +28,14 @@ def _size(text: str) -> int:
     return int(size)
 
 
-_OWN = ("source", "tokenizer", "field", "sequence_length", "holdout", "cache_dir")  # of data, options here
+_DATA_FIELDS = ("source", "tokenizer", "field", "sequence_length", "holdout", "cache_dir")  # that are options here
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the program: arguments without its name; return the exit code."""
+    """Run the program with arguments, and return its exit code. Raises UserError for a user's mistake."""
     defaults = DataConfig()
     parser = cli.Parser(
-        description=room.__doc__.splitlines()[0],
+        description=package.__doc__.splitlines()[0],
         example="{prog} --source 'text:corpus/*.jsonl' --tokenizer tokenizer.json --out prepared/corpus",
     )
     parser.add_argument(
@@ -56,7 +57,7 @@ def main(arguments: Sequence[str]) -> int:
     options: argparse.Namespace = parser.parse_args(arguments)
     if options.workers is not None and options.workers < 1:
         raise UserError(f"--workers: given {options.workers}, allowed: 1 or more")
-    with cli.interrupted_by_sigterm(), cli.naming_options(_OWN):
+    with cli.interrupted_by_sigterm(), cli.naming_options(_DATA_FIELDS):
         manifest = prepare(
             options.source,
             options.out,

@@ -20,7 +20,7 @@ from mhc.errors import UserError
 
 
 class ChangedFile(UserError):
-    """Raised where a file of the corpus, by its path, is another than at the start."""
+    """Says, by its path, which file of the corpus is not what it was at the start."""
 
 
 def check_unchanged(documents: TextFiles) -> None:
@@ -32,9 +32,10 @@ def check_unchanged(documents: TextFiles) -> None:
 
 
 def damaged_shards(manifest: dict[str, Any], folder: Path, tell: Tell) -> list[str]:
-    """Names of the shards whose files are missing or have another size or SHA-256 than in the manifest.
+    """Return the names of the shards whose files are missing or differ from the manifest in size or SHA-256.
 
-    Raises UserError where the manifest does not go with the table of one that has those.
+    Raises:
+      UserError: the manifest contradicts the table of a shard that is whole.
     """
     shards = manifest["shards"]
     total = sum(shard["files"][ending]["size"] for shard in shards for ending in ENDINGS)

@@ -1,4 +1,4 @@
-"""Hold, write and clear the folder that a corpus is prepared in."""
+"""Lock, write and clear the folder that a corpus is prepared in."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PART = ".part-"
 
 
 def check_apart(pattern: str, folder: Path) -> None:
-    """Raises UserError where the pattern matches what is written into the folder."""
+    """Raise UserError where the glob matches what is written into the folder."""
     names = (MANIFEST, ORIGIN, PLAN, "shard-00000.array_record", "shard-00000.npy")
     if not remote.is_remote(pattern) and any(may_match(pattern, os.path.join(folder, name)) for name in names):
         raise UserError(f"--out {folder}: --source text:{pattern} matches what is written there; name another folder")
@@ -50,7 +50,7 @@ def lock(folder: Path, tell: Tell) -> Iterator[None]:
 
 @contextlib.contextmanager
 def writing_to(path: Path) -> Iterator[None]:
-    """Turn an error of writing, by the system or array_record, into one line: no space, a quota, no permission."""
+    """Turn an error of the system or of array_record while writing into a line: no space left, no permission."""
     try:
         yield
     except (OSError, RuntimeError) as error:
@@ -61,6 +61,7 @@ def writing_to(path: Path) -> Iterator[None]:
 
 
 def read(path: Path) -> dict[str, Any]:
+    """Return one of the folder's JSON files. Raises UserError where it cannot be read or is damaged."""
     try:
         content = path.read_bytes()
     except OSError as error:
@@ -81,12 +82,12 @@ def write(path: Path, content: dict[str, Any]) -> None:
 
 
 def has_begun(folder: Path) -> bool:
-    """Return whether there is more than files that `_clear` removes."""
+    """Return whether the folder holds more than `clear` removes."""
     return (folder / MANIFEST).exists() or any(folder.glob("shard-*.array_record"))
 
 
 def clear(folder: Path) -> None:
-    """Removes what was written of a preparation that has made no shard: it would only stand in the next one's way."""
+    """Remove what a preparation without a shard has written: it would only be in the way of the next one."""
     if has_begun(folder):
         return
     for path in (folder / ORIGIN, folder / PLAN, *folder.glob(f"{PART}*"), *folder.glob("shard-*.npy")):

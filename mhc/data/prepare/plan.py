@@ -15,55 +15,54 @@ from mhc.data.user_files.globs import CorpusFile
 from mhc.errors import UserError
 
 
-def origin_of(place: CorpusFile) -> dict[str, Any]:
-    path = place.path if remote.is_remote(place.path) else os.path.abspath(place.path)
-    return {"path": path, "version": place.version}
+def origin_of(file: CorpusFile) -> dict[str, Any]:
+    """Return where a file of the corpus lies, and when it had changed."""
+    path = file.path if remote.is_remote(file.path) else os.path.abspath(file.path)
+    return {"path": path, "version": file.version}
 
 
-def known_checksums(folder: Path, began: dict[str, Any] | None) -> dict[tuple[str, int, int], str]:
-    """Return checksums by name, size and time of change, as of the folder's beginning."""
-    if began is None or not (folder / ORIGIN).is_file():
+def known_checksums(folder: Path, begun: dict[str, Any] | None) -> dict[tuple[str, int, int], str]:
+    """Return {(name, size, time of change): checksum} of the files, as they were when the folder was begun."""
+    if begun is None or not (folder / ORIGIN).is_file():
         return {}
     origin = read(folder / ORIGIN)["files"]
     return {
         (file["name"], file["size"], origin[file["name"]]["version"]): file["checksum"]
-        for file in began["files"]
+        for file in begun["files"]
         if file["name"] in origin
     }
 
 
-def describe(places: list[CorpusFile], known: dict[tuple[str, int, int], str], tell: Tell) -> list[dict[str, Any]]:
-    """Return name, size and checksum of each file; those that did not change are not read again."""
+def describe(files: list[CorpusFile], known: dict[tuple[str, int, int], str], tell: Tell) -> list[dict[str, Any]]:
+    """Return name, size and checksum of each file. Files that did not change are not read again."""
 
-    def checksum(place: CorpusFile) -> str:
-        return known.get((place.name, place.size, place.version)) or place.checksum()
+    def checksum(file: CorpusFile) -> str:
+        return known.get((file.name, file.size, file.version)) or file.checksum()
 
-    unknown = [place.size for place in places if (place.name, place.size, place.version) not in known]
+    unknown = [file.size for file in files if (file.name, file.size, file.version) not in known]
     if unknown:
         tell(f"hashing {len(unknown)} file(s), {sum(unknown) / 1e6:,.1f} MB")
     with futures.ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:  # hashing lets go of the interpreter
-        sums = list(pool.map(checksum, places))
-    return [
-        {"name": place.name, "size": place.size, "checksum": value} for place, value in zip(places, sums, strict=True)
-    ]
+        sums = list(pool.map(checksum, files))
+    return [{"name": file.name, "size": file.size, "checksum": value} for file, value in zip(files, sums, strict=True)]
 
 
 def check_same(
-    plan: dict[str, Any], began: dict[str, Any], places: list[CorpusFile], folder: Path, *, explicit: bool
+    plan: dict[str, Any], begun: dict[str, Any], files: list[CorpusFile], folder: Path, *, explicit: bool
 ) -> None:
-    """Raises UserError where the folder was begun with something else, by name."""
+    """Raise UserError where the folder was begun with other files or settings; the line names them."""
     remedy = f"name a new folder, or remove {folder}"
     for name in plan:
         if name == "shard_size" and not explicit:  # it follows from the files
             continue
-        theirs, ours = (given["hash"] if name == "tokenizer" else given for given in (began[name], plan[name]))
+        theirs, ours = (given["hash"] if name == "tokenizer" else given for given in (begun[name], plan[name]))
         if name == "whole" and theirs != ours:
             was, now = ("with" if given else "without" for given in (theirs, ours))
             raise UserError(f"--out {folder} was begun {was} --validation, now it is {now}: {remedy}")
         if name != "files" and theirs != ours:
             raise UserError(f"--out {folder} was begun with --{name} {theirs}, now it is {ours}: {remedy}")
-    before = {file["name"]: file for file in began["files"]}
-    paths = {place.name: place.path for place in places}
+    before = {file["name"]: file for file in begun["files"]}
+    paths = {file.name: file.path for file in files}
     for file in plan["files"]:
         if file["name"] not in before:
             raise UserError(f"{paths[file['name']]} is new since {folder} was begun: {remedy}")

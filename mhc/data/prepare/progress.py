@@ -14,7 +14,7 @@ Tell = Callable[[str], None]
 
 
 class SpeedMeter:
-    """Tells how far it is, every few seconds, with the speed of the last minute, and at the end with that of all."""
+    """Tells every few seconds how far it is and how fast the last minute was, and at the end how fast all of it was."""
 
     def __init__(self, total: int, tell: Tell):
         self._total = total
@@ -25,11 +25,15 @@ class SpeedMeter:
         self._seen = collections.deque([(self._told, 0)])  # (time, bytes) of each line, the first of a minute ago
 
     def keep(self, size: int) -> None:
-        """Counts bytes of the corpus that were prepared before."""
+        """Count bytes of the corpus that were prepared before the start."""
         self._kept += size
 
     def tell(self, counts: list[int], last: bool = False) -> None:
-        """Tell the speed from counts since the start: documents, tokens and bytes of the corpus that were prepared."""
+        """Tell how far it is if that is due, or with ``last`` the end.
+
+        Args:
+          counts: documents, tokens and bytes of the corpus that were prepared since the start.
+        """
         documents, ids, size = counts
         now = time.monotonic()
         if now - self._told < TELL_EVERY and not last:

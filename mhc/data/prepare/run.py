@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 import os
 from pathlib import Path
@@ -20,13 +21,31 @@ from mhc.data.prepare.check import ChangedFile, damaged_shards
 from mhc.data.prepare.folder import PART, check_apart, clear, has_begun, lock, read, write, writing_to
 from mhc.data.prepare.plan import check_same, describe, known_checksums, origin_of
 from mhc.data.prepare.progress import Tell
-from mhc.data.prepare.shards import make_shards, shard_jobs
+from mhc.data.prepare.shards import Job, make_shards, shard_jobs
 from mhc.data.shards.manifest import FORMAT, MANIFEST, ORIGIN, PLAN
 from mhc.data.shards.records import ENDINGS
-from mhc.data.user_files.globs import match
+from mhc.data.user_files.globs import CorpusFile, match
 from mhc.errors import UserError
 
 LARGEST_SHARD = 10**18  # bytes a shard
+
+
+@dataclasses.dataclass(frozen=True)
+class _Task:
+    """Holds what is to be prepared, where and how."""
+
+    data: DataConfig
+    tokenizer: tokenizers.Tokenizer
+    folder: Path
+    whole: bool  # no document is tokenised in pieces
+    workers: int
+    shard_size: int | None  # bytes of the corpus; None: by the size of the corpus
+    tell: Tell
+
+    @property
+    def pattern(self) -> str:
+        """Return the glob that names the files of the corpus."""
+        return self.data.source.removeprefix("text:")
 
 
 def prepare(
@@ -43,18 +62,19 @@ def prepare(
     cache_dir: str | None = None,
     tell: Tell = lambda line: None,
 ) -> dict[str, Any]:
-    """Prepares a corpus, or goes on with it, and gives its manifest.
+    """Prepare a corpus, or go on with it, and return its manifest.
 
     Args:
       source: ``text:<glob>``, the glob local or in a store.
       out: a local folder.
-      tokenizer, field, sequence_length, holdout, cache_dir: as the fields of `data`, None: their defaults.
-      whole: tokenise no document in pieces: for a corpus that is only validated on.
-      workers: processes; None: one a core.
-      shard_size: bytes of the corpus a shard; None: 1/64 of it, from 1 MB to 256 MB.
-      tell: is given lines about the progress.
-    Raises: UserError for what is wrong with the arguments or the corpus, for a folder that holds another one, and for a
-      file that has changed since the folder was begun.
+      tokenizer, field, sequence_length, holdout, cache_dir: as the fields of `data`; None takes their defaults.
+      whole: tokenise no document in pieces, for a corpus that is only validated on.
+      workers: processes; None for one a core.
+      shard_size: bytes of the corpus a shard; None for 1/64 of it, from 1 MB to 256 MB.
+      tell: a function that is given lines about the progress.
+    Raises:
+      UserError: the arguments or the corpus are wrong, the folder holds another corpus, or a file has changed since the
+        folder was begun.
     """
     if not source.startswith("text:"):
         raise UserError(f"--source: given {source!r}, allowed: text:<glob>")
@@ -70,30 +90,31 @@ def prepare(
         folder.mkdir(parents=True, exist_ok=True)
     try:
         with lock(folder, tell):
-            return _prepare(data, folder, whole, workers or os.cpu_count() or 1, shard_size, tell)
+            workers = workers or os.cpu_count() or 1
+            return _prepare(_Task(data, tokenizers.load(tokenizer), folder, whole, workers, shard_size, tell))
     finally:
         if new:
-            with contextlib.suppress(OSError):  # not empty: the rule
+            with contextlib.suppress(OSError):  # as a rule the folder is not empty
                 folder.rmdir()
 
 
-def _prepare(
-    data: DataConfig, folder: Path, whole: bool, workers: int, shard_size: int | None, tell: Tell
-) -> dict[str, Any]:
+def _prepare(task: _Task) -> dict[str, Any]:
+    """Go on with the folder, and leave no useless file in it, however that ends."""
+    folder = task.folder
     with writing_to(folder):
-        for left in folder.glob(f"{PART}*"):
-            left.unlink()
+        for part in folder.glob(f"{PART}*"):
+            part.unlink()
         if (folder / PLAN).is_file():
             clear(folder)
-    began = next((read(folder / name) for name in (MANIFEST, PLAN) if (folder / name).is_file()), None)
-    if began is None and {path.name for path in folder.iterdir()} - {ORIGIN}:  # which is the first to be written
+    begun = next((read(folder / name) for name in (MANIFEST, PLAN) if (folder / name).is_file()), None)
+    if begun is None and {path.name for path in folder.iterdir()} - {ORIGIN}:  # which is the first to be written
         raise UserError(f"--out {folder}: holds other files; name a new folder")
     try:
-        return _go_on(data, folder, whole, workers, shard_size, began, tell)
+        return _go_on(task, begun)
     except BaseException as error:
         with contextlib.suppress(OSError):
-            for left in folder.glob(f"{PART}*"):  # perhaps what filled the disk
-                left.unlink()
+            for part in folder.glob(f"{PART}*"):  # perhaps what filled the disk
+                part.unlink()
             clear(folder)
         if isinstance(error, ChangedFile):
             remedy = f"remove {folder}, and start again" if has_begun(folder) else "start again"
@@ -101,88 +122,104 @@ def _prepare(
         raise
 
 
-def _go_on(
-    data: DataConfig,
-    folder: Path,
-    whole: bool,
-    workers: int,
-    shard_size: int | None,
-    began: dict[str, Any] | None,
-    tell: Tell,
-) -> dict[str, Any]:
-    """Prepare what is missing; ``began`` is the plan or manifest in the folder."""
-    chosen = tokenizers.load(data.tokenizer)
-    pattern = data.source.removeprefix("text:")
-    places = match("text", pattern)
-    size = sum(place.size for place in places)
+def _go_on(task: _Task, begun: dict[str, Any] | None) -> dict[str, Any]:
+    """Make the shards that are not there, or mend those of a finished folder, and return the manifest.
+
+    Args:
+      begun: the plan or the manifest in the folder, if there is one.
+    """
+    folder, data = task.folder, task.data
+    files = match("text", task.pattern)
+    size = sum(file.size for file in files)
+    tokenizer = {"hash": task.tokenizer.content_hash, "vocabulary": task.tokenizer.vocab_size}
     plan: dict[str, Any] = {
         "format": FORMAT,
         "source": "text",
         "field": data.field,
-        "tokenizer": {"name": Path(data.tokenizer).name, "hash": chosen.content_hash, "vocabulary": chosen.vocab_size},
+        "tokenizer": {"name": Path(data.tokenizer).name, **tokenizer},
         "sequence_length": data.sequence_length,
         "holdout": data.holdout,
-        "whole": whole,
-        "shard_size": shard_size or min(max(size // 64, 10**6), 256 * 10**6),
-        "files": describe(places, known_checksums(folder, began), tell),
+        "whole": task.whole,
+        "shard_size": task.shard_size or min(max(size // 64, 10**6), 256 * 10**6),
+        "files": describe(files, known_checksums(folder, begun), task.tell),
     }
-    if began is not None:
-        check_same(plan, began, places, folder, explicit=shard_size is not None)
-        plan = {name: began[name] for name in plan}
-    if began is None or not (folder / ORIGIN).is_file():
-        origin = {"pattern": pattern, "files": {place.name: origin_of(place) for place in places}}
+    if begun is not None:
+        check_same(plan, begun, files, folder, explicit=task.shard_size is not None)
+        plan = {name: begun[name] for name in plan}
+    if begun is None or not (folder / ORIGIN).is_file():
+        origin = {"pattern": task.pattern, "files": {file.name: origin_of(file) for file in files}}
         write(folder / ORIGIN, origin)
-    if began is None:
+    if begun is not None and "shards" in begun:
+        _mend(task, begun, files)
+        return begun
+    if begun is None:
         write(folder / PLAN, plan)
-    finished = began is not None and "shards" in began
-    damaged: list[str] = []
-    if began is not None and finished:
-        with writing_to(folder):
-            (folder / PLAN).unlink(missing_ok=True)
-        damaged = damaged_shards(began, folder, tell)
-        if not damaged:
-            tell(f"{folder} is prepared already")
-            return began
-        tell(f"{len(damaged)} shard(s) are damaged or missing and are made anew: {', '.join(damaged)}")
-    tell(f"finding the documents of {len(places)} file(s)")
-    documents = TextFiles(data, pattern, "train", whole=True)
-    fidelity.check(documents, chosen)
+    return _finish(task, plan, files)
+
+
+def _finish(task: _Task, plan: dict[str, Any], files: list[CorpusFile]) -> dict[str, Any]:
+    """Make the shards that are not there, and write the manifest."""
+    documents, jobs = _jobs(task, plan, files)
+    shards = make_shards(jobs, task.data, task.workers, task.tell)
+    _check_files(task, files)
+    totals = {name: sum(shard[name] for shard in shards) for name in ("documents", "tokens", "bytes")}
+    lost = fidelity.share_lost(documents, task.tokenizer)
+    if lost:
+        task.tell(fidelity.describe(lost, task.data.tokenizer))
+    manifest = {**plan, **totals, **({"lost": lost} if lost else {}), "shards": shards}
+    write(task.folder / MANIFEST, manifest)
+    with writing_to(task.folder):
+        (task.folder / PLAN).unlink()
+    return manifest
+
+
+def _mend(task: _Task, manifest: dict[str, Any], files: list[CorpusFile]) -> None:
+    """Make the damaged and missing shards of a finished folder anew."""
+    folder = task.folder
+    with writing_to(folder):
+        (folder / PLAN).unlink(missing_ok=True)
+    damaged = damaged_shards(manifest, folder, task.tell)
+    if not damaged:
+        task.tell(f"{folder} is prepared already")
+        return
+    task.tell(f"{len(damaged)} shard(s) are damaged or missing and are made anew: {', '.join(damaged)}")
+    _, jobs = _jobs(task, manifest, files)
+    if [(job.name, len(job.documents)) for job in jobs] != [
+        (shard["name"], shard["documents"]) for shard in manifest["shards"]
+    ]:
+        raise UserError(
+            f"{folder / MANIFEST} is damaged (its shards are not those of the corpus): remove the folder, and "
+            "start again"
+        )
+    with writing_to(folder):
+        for name in damaged:  # a run that starts meanwhile says that they are missing
+            for ending in ENDINGS:
+                (folder / f"{name}.{ending}").unlink(missing_ok=True)
+    shards = make_shards([job for job in jobs if job.name in damaged], task.data, task.workers, task.tell)
+    _check_files(task, files)
+    for shard in shards:
+        if shard not in manifest["shards"]:
+            raise UserError(
+                f"--out {folder}: {shard['name']} made anew is not what {MANIFEST} says, perhaps for another "
+                "version of array_record or numpy: name a new folder"
+            )
+    task.tell(f"{folder} is whole again")
+
+
+def _jobs(task: _Task, plan: dict[str, Any], files: list[CorpusFile]) -> tuple[TextFiles, list[Job]]:
+    """Return the documents of the corpus, and a job for each shard of them."""
+    task.tell(f"finding the documents of {len(files)} file(s)")
+    documents = TextFiles(task.data, task.pattern, "train", whole=True)
+    fidelity.check(documents, task.tokenizer)
     index = documents.index
     held = np.ones(len(documents), bool)
-    if not whole:
-        held = held_out(index.owner, index.number, documents.names, data.holdout)
-    jobs = list(shard_jobs(documents, held, folder, plan["shard_size"]))
-    if began is not None and finished:
-        planned = [(job.name, len(job.documents)) for job in jobs]
-        if planned != [(shard["name"], shard["documents"]) for shard in began["shards"]]:
-            raise UserError(
-                f"{folder / MANIFEST} is damaged (its shards are not those of the corpus): remove the folder, and "
-                "start again"
-            )
-        jobs = [job for job in jobs if job.name in damaged]
-        with writing_to(folder):
-            for name in damaged:  # a run that starts meanwhile says that they are missing
-                for ending in ENDINGS:
-                    (folder / f"{name}.{ending}").unlink(missing_ok=True)
-    shards = make_shards(jobs, data, workers, tell)
-    for before, now in itertools.zip_longest(places, match("text", pattern)):
+    if not task.whole:
+        held = held_out(index.owner, index.number, documents.names, task.data.holdout)
+    return documents, list(shard_jobs(documents, held, task.folder, plan["shard_size"]))
+
+
+def _check_files(task: _Task, files: list[CorpusFile]) -> None:
+    """Raise ChangedFile where the glob does not match the same files as at the start."""
+    for before, now in itertools.zip_longest(files, match("text", task.pattern)):
         if before != now:
             raise ChangedFile(str(before or now))
-    if began is not None and finished:
-        for shard in shards:
-            if shard not in began["shards"]:
-                raise UserError(
-                    f"--out {folder}: {shard['name']} made anew is not what {MANIFEST} says, perhaps for another "
-                    "version of array_record or numpy: name a new folder"
-                )
-        tell(f"{folder} is whole again")
-        return began
-    totals = {name: sum(shard[name] for shard in shards) for name in ("documents", "tokens", "bytes")}
-    lost = fidelity.share_lost(documents, chosen)
-    if lost:
-        tell(fidelity.said(lost, data.tokenizer))
-    manifest = {**plan, **totals, **({"lost": lost} if lost else {}), "shards": shards}
-    write(folder / MANIFEST, manifest)
-    with writing_to(folder):
-        (folder / PLAN).unlink()
-    return manifest

@@ -43,11 +43,11 @@ class Job:
     name: str
     folder: Path
     documents: TextFiles  # of this shard alone
-    held: np.ndarray  # bool[n]
+    held: np.ndarray  # bool[n]: held out, and so tokenised whole
 
 
 def shard_jobs(documents: TextFiles, held: np.ndarray, folder: Path, size: int) -> Iterator[Job]:
-    """Yield jobs for shards of about ``size`` bytes: the documents that begin within the same ``size`` bytes."""
+    """Yield a job for each shard: the documents that begin within the same ``size`` bytes of the corpus."""
     sizes = documents.sizes
     place = (np.cumsum(sizes) - sizes) // size
     bounds = [0, *(np.flatnonzero(np.diff(place)) + 1).tolist(), len(sizes)]
@@ -56,11 +56,11 @@ def shard_jobs(documents: TextFiles, held: np.ndarray, folder: Path, size: int) 
 
 
 class _Stopped(Exception):
-    """Raised where another process failed."""
+    """Ends a process because another one failed."""
 
 
 class _Worker:
-    """Holds what a process keeps between shards; a single worker is a thread of ours."""
+    """Holds what a process keeps between shards; a single worker is a thread of this process."""
 
     data: DataConfig
     tokenizer: tokenizers.Tokenizer
@@ -87,7 +87,7 @@ class _Worker:
 
 @contextlib.contextmanager
 def _held_back() -> Iterator[None]:
-    """Block the signals that end a program; a process that starts meanwhile blocks them until it handles them."""
+    """Hold back the signals that end a program; a process that starts meanwhile does so until it handles them."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _ENDING)
     try:
         yield
@@ -101,11 +101,11 @@ def _end_with(sentinel: int) -> None:
 
 
 def make_shards(jobs: list[Job], data: DataConfig, workers: int, tell: Tell) -> list[dict[str, Any]]:
-    """Make the shards that are not there; return what the manifest says of each."""
+    """Make the shards that are not there, and return what the manifest says of each."""
     context = multiprocessing.get_context("spawn")
     counts = context.Array("q", 4)
     total = sum(int(job.documents.sizes.sum()) for job in jobs)
-    entries: dict[int, dict[str, Any]] = {}
+    shards: dict[int, dict[str, Any]] = {}
     waiting = list(enumerate(jobs))[::-1]
     running: dict[futures.Future[dict[str, Any]], int] = {}
     clock = SpeedMeter(total, tell)
@@ -124,8 +124,8 @@ def make_shards(jobs: list[Job], data: DataConfig, workers: int, tell: Tell) -> 
                 done, _ = futures.wait(running, timeout=1.0, return_when=futures.FIRST_COMPLETED)
                 for future in done:
                     number = running.pop(future)
-                    entries[number] = future.result()
-                    if entries[number].pop("kept"):
+                    shards[number] = future.result()
+                    if shards[number].pop("kept"):
                         clock.keep(int(jobs[number].documents.sizes.sum()))
                 clock.tell(counts[:3])
         except BrokenProcessPool:
@@ -136,11 +136,11 @@ def make_shards(jobs: list[Job], data: DataConfig, workers: int, tell: Tell) -> 
             counts[3] = bool(waiting or running)
             pool.shutdown(cancel_futures=True)
     clock.tell(counts[:3], last=True)
-    return [entries[number] for number in range(len(jobs))]
+    return [shards[number] for number in range(len(jobs))]
 
 
 def make_shard(job: Job) -> dict[str, Any]:
-    """Makes a shard unless it is there as a whole, and describes it."""
+    """Make a shard unless it is there and whole, and return what the manifest says of it."""
     paths = {ending: job.folder / f"{job.name}.{ending}" for ending in ENDINGS}
     table = _read_whole(job, paths)
     kept = table is not None
@@ -158,9 +158,9 @@ _KEYS = {"file": "owner", "start": "start", "stop": "stop", "number": "number", 
 
 
 def _read_whole(job: Job, paths: dict[str, Path]) -> np.ndarray | None:
-    """Return the table of a shard, or None where the shard is missing or is not what its documents give.
+    """Return the table of a shard that is there; None if it is missing or not what its documents give.
 
-    Reading costs little beside tokenising: so every record is read, and its ids and bytes are counted.
+    Reading costs little beside tokenising, so every record is read, and its ids and bytes are counted.
     """
     from array_record.python.array_record_module import ArrayRecordReader
 
@@ -197,7 +197,7 @@ def _read_whole(job: Job, paths: dict[str, Path]) -> np.ndarray | None:
 
 
 def _make_files(job: Job, paths: dict[str, Path]) -> np.ndarray:
-    """Writes both files of a shard; the table. Raises UserError where a file cannot be written or has changed."""
+    """Write both files of a shard, and return its table. Raises UserError where a file cannot be written or changed."""
     from array_record.python.array_record_module import ArrayRecordWriter
 
     parts = {ending: path.with_name(f"{PART}{path.name}") for ending, path in paths.items()}

@@ -1,1 +1,1 @@
-"""Make rows of tokens: documents are tokenised, put in order and packed."""
+"""Tokenise documents, put them in order, and pack them into rows."""

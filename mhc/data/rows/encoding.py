@@ -11,7 +11,7 @@ from mhc.config import DataConfig
 from mhc.data.corpus import fidelity
 from mhc.data.corpus.pieces import Piece, Pieces
 from mhc.data.corpus.prepared import Prepared
-from mhc.data.corpus.sources import Joined, Source, Split, open_source
+from mhc.data.corpus.sources import Source, Split, each_source, open_source
 from mhc.data.corpus.token_ids import TokenFiles
 from mhc.data.rows.packing import Document
 from mhc.data.shards.records import Tokenised
@@ -20,13 +20,14 @@ from mhc.errors import UserError
 
 
 def open_corpus(data: DataConfig, tokenizer: Tokenizer, split: Split) -> Source:
-    """Open a split as `open_source` does, and check it against the tokeniser and the sequence length.
+    """Open a split, as `open_source` does, and check it against the tokeniser and the sequence length.
 
-    Raises UserError for ids outside the vocabulary, for data prepared with another tokeniser, and for a training split
-    shorter than a sequence.
+    Raises:
+      UserError: ids outside the vocabulary, data prepared with another tokeniser, a text that cannot be encoded, or a
+        training split shorter than a sequence.
     """
     source = open_source(data, split)
-    for part in source.sources if isinstance(source, Joined) else [source]:
+    for part in each_source(source):
         if isinstance(part, TokenFiles):
             part.check_ids(tokenizer)
         if isinstance(part, Prepared):
@@ -47,14 +48,14 @@ def open_corpus(data: DataConfig, tokenizer: Tokenizer, split: Split) -> Source:
 
 
 def encoder(source: Source, tokenizer: Tokenizer) -> Callable[[int], Document]:
-    """Return a function from a document's number in a source to the tokenised document."""
+    """Return a function from the number of a document to the document, whole and tokenised."""
     encode = Encode(tokenizer)
     whole = Pieces(source, None)
     return lambda index: encode.map(whole[index])
 
 
 class Encode(grain.transforms.Map):
-    """Turns a `Piece` into a `Document`. Raises UserError, naming the place, for text that cannot be encoded."""
+    """Tokenises a `Piece` into a `Document`. Raises UserError, with its file and place, where that is impossible."""
 
     def __init__(self, tokenizer: Tokenizer):
         self._tokenizer = tokenizer

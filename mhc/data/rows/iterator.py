@@ -1,4 +1,4 @@
-"""Pack rows from endless orders of documents, with the state from which they go on."""
+"""Pack rows from endless orders of documents, with a state from which they go on."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from mhc.data.rows.order import Order
 from mhc.data.rows.packing import Batch
 from mhc.data.windtunnel.rows import TaskOrder
 
-PLACES = ("position", "offset")  # a row's: its state
+PLACES = ("position", "offset")  # the state of a row
 
 
 class Packing(NamedTuple):
-    """Describes how batches are packed."""
+    """Says how batches are packed."""
 
     assign: Assignment | None  # None: one source
     sources: int
@@ -34,7 +34,7 @@ class Packing(NamedTuple):
 
 
 class PackedDataset(grain.IterDataset):
-    """Yields batches of packed rows over endless orders of documents; of a mixture also ``sources`` [rows] int32."""
+    """Yields batches of packed rows over endless orders of documents; for a mixture also ``sources`` [rows] int32."""
 
     def __init__(self, packing: Packing, orders: Sequence[Order | TaskOrder]):
         super().__init__([order.documents for order in orders if isinstance(order, Order)])
@@ -45,7 +45,7 @@ class PackedDataset(grain.IterDataset):
 
 
 class PackedIterator(grain.DatasetIterator):
-    """Iterates over packed rows; its state is that of `Packing.start`."""
+    """Packs batch after batch; its state is that of `Packing.start`."""
 
     def __init__(self, packing: Packing, orders: Sequence[Order | TaskOrder]):
         super().__init__()

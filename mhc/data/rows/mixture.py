@@ -1,4 +1,4 @@
-"""Assign a source of a mixture to each sequence of each batch.
+"""Choose the source of a mixture that each sequence of each batch comes from.
 
 The source of row r at step s is read off a sequence of low discrepancy: the fraction of u + s·α + r·β, with α and β of
 irrational ratio and u by the seed, falls into one of K parts of [0, 1) as long as the weights. So shares come near the
@@ -21,12 +21,12 @@ class Assignment:
     """Gives the number of the source of each sequence."""
 
     def __init__(self, weights: Sequence[float], seed: int):
-        """Take the ``weights``, which add up to 1."""
+        """Prepare the parts of [0, 1) for ``weights``, which add up to 1."""
         ends = np.cumsum(np.asarray(weights, np.float64))[:-1]
         self._ends = [min(int(end * _WHOLE), _WHOLE - 1) for end in ends]
         self._start = int(np.random.SeedSequence((seed, 0x6D6978)).generate_state(1, np.uint64)[0])
 
     def __call__(self, step: int, row: int) -> int:
-        """Return the source of the sequence in ``row`` of the batch number ``step``, both from 0."""
+        """Return the number of the source of the sequence in ``row`` of batch ``step``, both counted from 0."""
         place = (self._start + step * _STEP + row * _ROW) % _WHOLE
         return sum(place >= end for end in self._ends)

@@ -1,4 +1,4 @@
-"""Order the documents of each source for training, on grain."""
+"""Put the documents of each source into the order in which training reads them, on grain."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class Order(NamedTuple):
 
     source: Source
     pieces: Pieces
-    places: grain.MapDataset  # of pieces: their numbers
-    documents: grain.MapDataset
+    places: grain.MapDataset  # the number of the piece at each position
+    documents: grain.MapDataset  # the piece at each position, tokenised
 
     def stream(self, position: int, stride: int, offset: int) -> DocumentStream:
         """Return the documents ``position, position + stride, …``, the first without its first ``offset`` pairs."""
@@ -50,8 +50,8 @@ def open_orders(data: DataConfig, tokenizer: Tokenizer, seed: int) -> list[Order
     # grain adds the epoch to the seed: without a hash, seed 1 would begin with the second epoch of seed 0
     order_seed = int(np.random.SeedSequence(seed).generate_state(1)[0])
     orders = []
-    for _, source_data in parts(data, "train"):
-        source = open_corpus(source_data, tokenizer, "train")
+    for _, config in parts(data, "train"):
+        source = open_corpus(config, tokenizer, "train")
         pieces = Pieces(source, piece_size(data))
         places = grain.MapDataset.range(len(pieces)).shuffle(seed=order_seed).repeat()
         documents = grain.MapDataset.source(pieces).shuffle(seed=order_seed).repeat().map(Encode(tokenizer))

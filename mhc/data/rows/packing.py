@@ -1,4 +1,4 @@
-"""Pack documents: lay them end to end and cut them into rows of T tokens, without padding and without loss.
+"""Lay documents end to end and cut them into rows of T tokens, without padding and without loss.
 
 A document of n tokens is ``d = bos + tokens + eos``: n + 1 pairs (input ``d[i]``, target ``d[i + 1]``). A row takes as
 many pairs as it has room for; what is left of the document opens the stream's next row, whose first input is then the
@@ -29,7 +29,7 @@ class Document:
 
 
 class DocumentStream:
-    """Reads the documents ``position, position + stride, …`` of an order, in pieces.
+    """Reads the documents ``position, position + stride, …`` of an order, a stretch at a time.
 
     Args:
       fetch: gives the document at a position of the order.
@@ -80,7 +80,7 @@ class DocumentStream:
 
 
 def empty_batch(rows: int, length: int) -> Batch:
-    """Return a batch of padding: zeros of shape [rows, length], weights float32, the rest int32."""
+    """Return a batch of padding: zeros of shape [rows, length], weights float32, everything else int32."""
     names = ("tokens", "targets", "segment_ids", "positions", "target_bytes")
     batch: Batch = {name: np.zeros((rows, length), np.int32) for name in names}
     batch["weights"] = np.zeros((rows, length), np.float32)
@@ -88,9 +88,9 @@ def empty_batch(rows: int, length: int) -> Batch:
 
 
 def fill_row(batch: Batch, row: int, stream: DocumentStream) -> bool:
-    """Fills one row of ``batch`` (made by `empty_batch`) from the stream; False when the stream had nothing left.
+    """Fill one row of ``batch``, made by `empty_batch`, from the stream; return False if the stream had ended.
 
-    A row that the stream's end leaves short keeps its padding: segment 0, weight 0.
+    A row that the end of the stream leaves short keeps its padding: segment 0, weight 0.
     """
     length = batch["tokens"].shape[1]
     filled = segment = 0

@@ -18,10 +18,10 @@ from mhc.data.rows.packing import Document, DocumentStream
 PLACES = 512  # at most, where rows begin
 
 
-class Rows(DocumentStream):
-    """Fills rows of ``length`` pairs in turn from the documents ``first`` to before ``end`` of an order.
+class RowStream(DocumentStream):
+    """Reads documents ``first`` to before ``end`` of an order, from which rows of ``length`` pairs are filled in turn.
 
-    ``touched`` are the documents that a pair was taken of, ``document`` the last of them.
+    ``touched`` holds the documents that a pair was taken from, ``document`` is the last of them.
     """
 
     def __init__(
@@ -35,7 +35,12 @@ class Rows(DocumentStream):
         sizes: np.ndarray | None = None,
         spread: bool = True,
     ):
-        """Take ``count`` rows (0: all) of documents with these ``sizes``, as of `Documents.sizes`; None: alike."""
+        """Place the rows.
+
+        Args:
+          count: rows, or 0 for all.
+          sizes: of these documents, as `Documents.sizes`; None counts them as equal.
+        """
         super().__init__(fetch, first, 1, end=end)
         self._first, self._length, self._count, self._row = first, length, count, 0
         self.touched: set[int] = set()
@@ -45,7 +50,7 @@ class Rows(DocumentStream):
         self._ends = np.cumsum(sizes) if spread and count > 0 and known > count * length else None
 
     def next_row(self) -> bool:
-        """Goes to where the next row begins; False after the last."""
+        """Go to where the next row begins; return False after the last."""
         row, self._row = self._row, self._row + 1
         if self._count and row >= self._count:
             return False
@@ -58,7 +63,7 @@ class Rows(DocumentStream):
         return True
 
     def _go_to(self, place: int, places: int) -> None:
-        """Go to the middle of one of the equal parts of the documents, unless the rows before have passed it."""
+        """Go to the middle of one of the equal parts of the documents, unless earlier rows have passed it."""
         assert self._ends is not None
         where = int(self._ends[-1]) * (2 * place + 1) // (2 * places)
         number = int(np.searchsorted(self._ends, where, side="right"))

@@ -1,4 +1,4 @@
-"""Pack the rows of a batch in several worker processes, on grain's ``mp_prefetch``.
+"""Share the rows of a batch out among worker processes, on grain's ``mp_prefetch``.
 
 Rows share nothing: of W processes number w takes the rows w, w + W, …, and hands over with them where each is
 afterwards; the batch and its state are put together from these. So the number of processes changes neither. Threads
@@ -30,7 +30,7 @@ from mhc.errors import UserError
 
 @dataclasses.dataclass(frozen=True)
 class Worker:
-    """Describes what a worker process is told: it opens the corpus itself, since an index may be large."""
+    """Tells a worker process what to read. It opens the corpus itself, since an index may be large."""
 
     data: DataConfig
     tokenizer: str  # its content_hash
@@ -50,7 +50,7 @@ class Worker:
 
     @staticmethod
     def start(index: int, count: int) -> None:
-        """Set up the worker process: the run answers signals and gives warnings, and its end is the worker's."""
+        """Set a worker process up: it leaves signals and warnings to the run, and ends when the run does."""
         logging.disable(logging.WARNING)
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_IGN)
@@ -65,14 +65,14 @@ class Worker:
 
 
 class _WorkerDataset(grain.IterDataset):
-    """Yields the batches of a worker from a state on, with where each row is afterwards."""
+    """Yields the rows of a worker from a state on, with the state of each row afterwards."""
 
     def __init__(self, worker: Worker, state: dict[str, Any]):
         super().__init__()
         self._worker, self._state = worker, state
 
     def set_slice(self, sl: slice, sequential_slice: bool = False) -> None:
-        """Take the share of this process; grain calls this."""
+        """Take the share of the rows that grain gives this process."""
         packing = self._worker.packing
         self._worker = dataclasses.replace(self._worker, packing=packing._replace(rows=packing.rows[sl]))
         self._state = {**self._state, **{name: self._state[name][sl] for name in PLACES}}
@@ -103,7 +103,7 @@ class _WorkerIterator(grain.DatasetIterator):
 
 
 class SharedDataset(grain.IterDataset):
-    """Yields what `PackedDataset` does, its rows shared out among worker processes, each ``prefetch`` batches ahead."""
+    """Yields what `PackedDataset` does, made by worker processes, each ``prefetch`` batches ahead."""
 
     def __init__(self, worker: Worker, prefetch: int):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Read and check the JSON files of a prepared folder: what was prepared, how, and from which files."""
+"""Read the JSON files of a prepared folder: what was prepared, how, and from which files."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _FORMS: dict[str, Any] = {
 
 
 def parse(path: remote.Folder, content: bytes) -> dict[str, Any]:
-    """Parse one of the folder's JSON files, by its name. Raises UserError for keys missing or of another type."""
+    """Return the content of one of the folder's JSON files. Raises UserError for missing keys and wrong types."""
     form = _FORMS[path.name]
     remedy = f"remove the folder {path.parent}, and prepare it again"
     if path.name == ORIGIN:
@@ -66,7 +66,7 @@ def parse(path: remote.Folder, content: bytes) -> dict[str, Any]:
 
 
 def read_manifest(folder: str) -> tuple[bytes, dict[str, Any]]:
-    """Return a folder's manifest, as bytes and as JSON."""
+    """Return a folder's manifest, as bytes and as JSON. Raises UserError where it is missing or damaged."""
     place = remote.path(os.path.expanduser(folder))
     try:
         content = remote.read(place / MANIFEST)
@@ -86,19 +86,22 @@ def read_manifest(folder: str) -> tuple[bytes, dict[str, Any]]:
 
 
 def manifest_hash(data: DataConfig, source: str | None = None) -> str | None:
-    """Return the SHA-256, in hex, of the manifest of ``source`` (None: ``data.source``); None where it is not prepared.
+    """Return the SHA-256 of the manifest of ``source`` (None: ``data.source``), in hex; None if it is not prepared.
 
-    Equal for equal shards made of equal text: the manifest has the hashes of both, and no path or time.
-    Raises UserError as `Prepared` does for its folder.
+    It is equal for equal shards made of equal text: the manifest has the hashes of both, and no path or time.
+
+    Raises:
+      UserError: the manifest is missing or damaged.
     """
     kind, _, folder = (source or data.source).partition(":")
     return hashlib.sha256(read_manifest(folder)[0]).hexdigest() if kind == "prepared" else None
 
 
 def check_table(shard: dict[str, Any], table: np.ndarray, files: int, folder: Path) -> None:
-    """Raises UserError where what a folder's manifest says of a shard is not what the shard's table has.
+    """Raise UserError where what a folder's manifest says of a shard is not what the shard's table has.
 
-    Args: ``files``: how many the manifest has.
+    Args:
+      files: the number of files in the manifest.
     """
     fault = ""
     for name, counted in counts(table).items():
@@ -132,9 +135,9 @@ def _fault_of_totals(manifest: dict[str, Any]) -> str:
 
 
 def _fault(value: Any, form: Any, where: str) -> str:
-    """Return what is not of the form, or "".
+    """Return what is wrong with a value, or "".
 
-    A form is a type, [the form of each item], {key: form} or {str: the form of every value}.
+    A form is a type, [the form of each item], {key: the form of its value}, or {str: the form of every value}.
     """
     kind: Any = form if isinstance(form, type) else type(form)
     items: Iterable[tuple[str, Any, Any]]

@@ -1,4 +1,4 @@
-"""Read and write the files of a shard: a record for each document, and a table of the documents."""
+"""Define the files of a shard: a record for each document, and a table of the documents."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TABLE = np.dtype(
 
 @dataclasses.dataclass(frozen=True)
 class Tokenised:
-    """Holds a document tokenised beforehand, in pieces: what a tokeniser gives may depend on where text is cut."""
+    """Holds a document that was tokenised beforehand, in pieces: its ids may depend on where it is cut."""
 
     ids: np.ndarray  # unsigned[n]
     lengths: np.ndarray | None  # unsigned[n]: bytes of text that each id stands for; None: the tokeniser's byte_lengths
@@ -31,11 +31,11 @@ class Tokenised:
 
     @property
     def rest(self) -> int:
-        """Return the bytes of text beyond those of the ids."""
+        """Return the bytes of text that no id stands for."""
         return int(self.rests.sum())
 
     def part(self, part: int, parts: int) -> Tokenised:
-        """Return one of ``parts`` parts: a piece if the document was tokenised in as many, else as many ids each."""
+        """Return one of ``parts`` parts: a piece as it was tokenised, or a run of ids if there are not as many."""
         first, last = part, part + 1
         if parts == len(self.ends):
             start, stop = int(self.ends[part - 1]) if part else 0, int(self.ends[part])
@@ -50,8 +50,9 @@ class Tokenised:
 def pack(document: Tokenised) -> bytes:
     """Return a document as a record, for `unpack`.
 
-    Pieces p, bytes an id, bytes a length (0: they are the tokeniser's): uint32[3]; ends and rests: uint32[p] each; ids
-    and lengths: unsigned of those widths, [n] each. All little-endian.
+    A record holds, all little-endian: the number of pieces p, the bytes of an id and the bytes of a length (0: lengths
+    are the tokeniser's), as uint32[3]; ends and rests, as uint32[p] each; ids and lengths [n], unsigned of those
+    widths.
     """
     arrays = [_narrow(document.ids)] + ([] if document.lengths is None else [_narrow(document.lengths)])
     widths = [array.dtype.itemsize for array in arrays] + ([0] if document.lengths is None else [])
@@ -60,7 +61,7 @@ def pack(document: Tokenised) -> bytes:
 
 
 def unpack(record: bytes) -> Tokenised:
-    """Return what `pack` was given, as views of the record."""
+    """Return the document that `pack` was given, as views of the record."""
     pieces, width, length_width = (int(value) for value in np.frombuffer(record, "<u4", 3))
     ends = np.frombuffer(record, "<u4", pieces, 12)
     rests = np.frombuffer(record, "<u4", pieces, 12 + 4 * pieces)
@@ -71,5 +72,5 @@ def unpack(record: bytes) -> Tokenised:
 
 
 def _narrow(values: np.ndarray) -> np.ndarray:
-    """Return the values as unsigned integers of as few bytes as hold them all."""
+    """Return values as unsigned integers of as few bytes as hold them all."""
     return values.astype(np.min_scalar_type(int(values.max(initial=0))).newbyteorder("<"))

@@ -1,9 +1,10 @@
-"""Load tokenisers: bytes, or a ``tokenizer.json`` file read by the ``tokenizers`` library.
+"""Open tokenisers: bytes, or a ``tokenizer.json`` file read by the ``tokenizers`` library.
 
 A document enters a batch as ``bos + tokens + eos``. A long one is cut into pieces for training (see
 `mhc.data.corpus.pieces.Pieces`): every piece begins with bos, and only the last one ends with eos. ``bos`` is only ever
-an input and ``eos`` only ever a target, which stands for 0 bytes of text. Both come from the tokeniser and never from
-the text: a text that spells a special token is tokenised letter by letter.
+an input and ``eos`` only ever a target, which stands for 0 bytes of text. Both come from the tokeniser and not from the
+text: a text that spells a special token is tokenised letter by letter, unless the tokeniser declares otherwise
+(`Tokenizer.spelled`).
 """
 
 from __future__ import annotations

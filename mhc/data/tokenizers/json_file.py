@@ -1,4 +1,4 @@
-"""Read tokenisers from a ``tokenizer.json`` file with the ``tokenizers`` library."""
+"""Tokenise text as a ``tokenizer.json`` file says, by the ``tokenizers`` library."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from mhc.data.tokenizers.spelling import (
     first_line,
     is_byte_level,
     later_bytes,
+    library_errors,
     piece_lengths,
     plain_decoder,
-    said_by_the_library,
     stretches,
     utf8,
 )
@@ -60,10 +60,10 @@ _MOST = 1 << 24  # ids
 
 
 class JsonTokenizer:
-    """Tokenises as a ``tokenizer.json`` file says.
+    """Tokenises text as a ``tokenizer.json`` file says.
 
-    bos and eos are those that a ``tokenizer_config.json`` beside it names, else the first of the usual names that the
-    file has (``<s>``, ``<|begin_of_text|>``, … and ``</s>``, ``<|endoftext|>``, …). When only one of the two is found
+    bos and eos are those that a ``tokenizer_config.json`` beside it names, or else the first of the usual names in the
+    file (``<s>``, ``<|begin_of_text|>``, … and ``</s>``, ``<|endoftext|>``, …). When only one of the two is found
     it serves as both; when none is, one id is added behind the file's vocabulary and serves as both. Truncation,
     padding, the post-processor's special tokens and a BPE's dropout are switched off.
 
@@ -87,7 +87,7 @@ class JsonTokenizer:
             raise UserError(f"data.tokenizer: cannot read {path}: {error.strerror}") from None
         if what := pointer(content):
             raise UserError(f"data.tokenizer: {path} is a {what}")
-        with said_by_the_library(f"data.tokenizer: {path} is not a tokenizer.json file"):
+        with library_errors(f"data.tokenizer: {path} is not a tokenizer.json file"):
             described = json.loads(content)
             self._tokenizer = tokenizers.Tokenizer.from_str(content.decode())
             if described["model"].get("dropout"):  # ids drawn at random: no two runs, nor two readings, would agree
@@ -134,7 +134,7 @@ class JsonTokenizer:
         self._plain_decoder = plain_decoder(self._tokenizer, described)
         self._added = np.full(size, -1, np.int32)  # bytes that an id adds behind others, as they are asked for
         self._neighbour = f"x{model.get('end_of_word_suffix') or ''}"  # a word that others stand behind
-        with said_by_the_library(f"data.tokenizer: {path} cannot decode"):
+        with library_errors(f"data.tokenizer: {path} cannot decode"):
             self._space_in_bytes = self._plain_decoder.decode(["x", "▁"]) == "x " and bool((self._byte_of >= 0).any())
         # Characters for people's own use, which no vocabulary has.
         self.total = not self._fails("\ue000") and not self._fails("\U0010fffd \ue000")
@@ -143,15 +143,17 @@ class JsonTokenizer:
         )
 
     def encode(self, text: bytes | str) -> np.ndarray:
-        """Return int32[n] ids. Raises UnicodeDecodeError for bytes that are not UTF-8 (sources check that before).
+        """Return the ids of a text, int32[n].
 
-        Raises: UserError for a text that the tokeniser has no ids for.
+        Raises:
+          UserError: the tokeniser has no ids for the text.
+          UnicodeDecodeError: the bytes are not UTF-8, which sources check before.
         """
         return np.asarray(self._encode(text.decode() if isinstance(text, bytes) else text).ids, np.int32)
 
     def _encode(self, text: str) -> tokenizers.Encoding:
         try:
-            with said_by_the_library(f"data.tokenizer: {self._path} cannot encode"):
+            with library_errors(f"data.tokenizer: {self._path} cannot encode"):
                 return self._tokenizer.encode(text, add_special_tokens=False)
         except UserError as error:
             utf8(text)
@@ -165,14 +167,14 @@ class JsonTokenizer:
 
     def _fails(self, text: str) -> bool:
         try:
-            with said_by_the_library(""):
+            with library_errors(""):
                 self._tokenizer.encode(text, add_special_tokens=False)
         except UserError:
             return True
         return False
 
     def encode_with_bytes(self, text: bytes | str) -> tuple[np.ndarray, np.ndarray]:
-        """Return (ids int32[n], bytes int32[n]); the bytes sum to the text's length unless n is 0."""
+        """Return (ids int32[n], bytes int32[n]); the bytes add up to the length of the text unless n is 0."""
         string = text.decode() if isinstance(text, bytes) else text
         encoding = self._encode(string)
         ids = np.asarray(encoding.ids, np.int32)
@@ -185,22 +187,22 @@ class JsonTokenizer:
         return ids, np.diff(covered, prepend=0).astype(np.int32)
 
     def decode(self, ids: Any) -> str:
-        """Return the text of the ids, special ones left out."""
+        """Return the text of ids, without special ones."""
         values = np.asarray(ids, np.int64)
         known = (values >= 0) & (values < self.vocab_size)
         keep = values[known & (values != self.bos_id) & (values != self.eos_id)]
         if not len(keep):  # a decoder that strips the end panics
             return ""
-        with said_by_the_library(f"data.tokenizer: {self._path} cannot decode"):
+        with library_errors(f"data.tokenizer: {self._path} cannot decode"):
             if (self._byte_of[keep] >= 0x80).any():
                 return str(self._tokenizer.decoder.decode(self._pieces(keep)))
             return self._tokenizer.decode(keep.tolist(), skip_special_tokens=True)
 
     def bytes_of(self, ids: np.ndarray, begins: bool) -> np.ndarray:
-        """Return int32[n]: what every id adds to the bytes of the text that they decode to; a stray byte is one.
+        """Return int32[n]: how many bytes each id adds to the text that they decode to; a stray byte counts as one.
 
-        A decoder may leave out what opens a text, as the space that SentencePiece puts there, and may spell a space in
-        three bytes (E2 96 81): the first of them has it.
+        A decoder may leave out what opens a text, as the space that SentencePiece puts there. It may spell a space in
+        three bytes (E2 96 81), of which the first counts.
         """
         if self._byte_level:
             return self.byte_lengths[ids]
@@ -227,15 +229,15 @@ class JsonTokenizer:
         piece = None if id_ in (self.bos_id, self.eos_id) else self._spellings[id_]
         if piece is None:
             return 0
-        with said_by_the_library(f"data.tokenizer: {self._path} cannot decode"):
+        with library_errors(f"data.tokenizer: {self._path} cannot decode"):
             start = len(self._plain_decoder.decode(before))
             return len(self._plain_decoder.decode([*before, piece])[start:].encode())
 
     def lost(self, text: str) -> int:
-        """Return the bytes of a text that its ids do not tell: dropped, changed by a normaliser, or unknown.
+        """Return how many bytes of a text are not in its ids: dropped, changed by a normaliser, or unknown.
 
-        0 where the ids decode to the text. Otherwise every stretch of text is compared with what its own ids decode to:
-        what is not in there is lost. Spaces that a decoder would put between all ids tell nothing.
+        If the ids decode to the text, nothing is lost. Otherwise each stretch of text is compared with what its ids
+        decode to, and what is missing there is lost. Spaces that a decoder puts between all ids do not count.
         """
         encoding = self._encode(text)
         ids = np.asarray(encoding.ids, np.int64)
@@ -252,11 +254,11 @@ class JsonTokenizer:
         return lost + len(text[end:].encode())
 
     def _lost_of(self, text: str, ids: tuple[int, ...], first: bool) -> int:
-        """Return the bytes of text that its ids do not add to the text before them (``first``: there is none)."""
+        """Return how many bytes of a stretch its ids do not add to the text before them; ``first``: there is none."""
         if not text:
             return 0
         pieces, before = self._pieces(np.asarray(ids)), [] if first else [self._neighbour]
-        with said_by_the_library(f"data.tokenizer: {self._path} cannot decode"):
+        with library_errors(f"data.tokenizer: {self._path} cannot decode"):
             start = len(self._plain_decoder.decode(before)) if before else 0
             told = self._plain_decoder.decode([*before, *pieces])[start:]
         if text in told:
@@ -265,10 +267,10 @@ class JsonTokenizer:
         return len(text.encode()) - sum(len(text[a : a + size].encode()) for a, _, size in blocks)
 
     def _pieces(self, ids: np.ndarray) -> list[str]:
-        """Return the spelling of ids, bytes as the characters that they are.
+        """Return the spellings of ids, with bytes put together into characters.
 
-        The library's own decoder makes every byte of a run U+FFFD where one of them is stray, and so unsays characters
-        that were told before; and it leaves a space that is spelled in bytes (E2 96 81) as it is.
+        The library's own decoder turns a whole run of bytes into U+FFFD if one of them is stray, and so takes back
+        characters that were streamed before; and it leaves a space that is spelled in bytes (E2 96 81) as it is.
         """
         pieces: list[str] = []
         for is_byte, run in itertools.groupby(ids.tolist(), lambda id_: self._byte_of[id_] >= 0):
@@ -280,12 +282,12 @@ class JsonTokenizer:
 
     @functools.cached_property
     def _spellings(self) -> list[str | None]:
-        """Return the piece of each id; None: special, or none."""
+        """Return the piece of each id; None for special ids and gaps."""
         special = {id_ for id_, token in self._tokenizer.get_added_tokens_decoder().items() if token.special}
         return [None if id_ in special else self._tokenizer.id_to_token(id_) for id_ in range(self.vocab_size)]
 
     def special_tokens(self) -> dict[str, str]:
-        """Return {bos_token, eos_token, unk_token}: their spellings, of those that the file has."""
+        """Return {bos_token, eos_token, unk_token: its spelling}, of those that the file has."""
         ids = {"bos_token": self.bos_id, "eos_token": self.eos_id, "unk_token": self.unknown_id}
         spelled = {role: self._tokenizer.id_to_token(id_) for role, id_ in ids.items() if id_ >= 0}
         return {role: token for role, token in spelled.items() if token is not None}
@@ -302,9 +304,10 @@ class JsonTokenizer:
 
 
 def declared_special(path: Path) -> dict[str, str]:
-    """Return {bos_token, eos_token} as far as the ``tokenizer_config.json`` beside a tokenizer.json names them.
+    """Return those of {bos_token, eos_token} that the ``tokenizer_config.json`` beside a tokenizer.json names.
 
-    Raises UserError where that file is not JSON.
+    Raises:
+      UserError: that file is not JSON.
     """
     beside = path.with_name(SPECIAL)
     if not beside.is_file():

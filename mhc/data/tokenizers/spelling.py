@@ -1,4 +1,4 @@
-"""Read how tokenisers spell bytes, spaces and stretches of text, and turn the library's failures into messages."""
+"""Read the spelling of tokenisers: bytes, spaces and stretches of text; and turn the library's errors into lines."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ EACH = "mhc-each-stray-byte"  # name of the error handler below
 
 
 def _each_stray_byte(error: UnicodeError) -> tuple[str, int]:
-    """Gives U+FFFD for every stray byte, as byte fallback does; Python has one for the beginning of a character."""
+    """Return U+FFFD for every stray byte, as byte fallback does; Python gives one for several."""
     if not isinstance(error, UnicodeDecodeError):
         raise error
     return STRAY * (error.end - error.start), error.end
@@ -30,7 +30,7 @@ codecs.register_error(EACH, _each_stray_byte)
 
 
 @contextlib.contextmanager
-def said_by_the_library(what: str) -> Iterator[None]:
+def library_errors(what: str) -> Iterator[None]:
     """Turn whatever the tokenizers library raises, bare exceptions and panics of its Rust, into a UserError."""
     try:
         yield
@@ -51,7 +51,7 @@ def utf8(text: str) -> bytes:
 
 
 def stretches(offsets: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int, slice]]:
-    """Yield (first character, end, ids) of the stretches of text that no id reaches over."""
+    """Yield (first character, end, ids) of the stretches of text that no id crosses."""
     first, start, end = 0, *(offsets[0] if offsets else (0, 0))
     for index, (begin, stop) in enumerate(offsets):
         if begin >= end and index:
@@ -105,7 +105,7 @@ def later_bytes() -> frozenset[str]:
 
 
 def piece_lengths(described: dict[str, Any], vocabulary: dict[str, int], size: int) -> np.ndarray:
-    """Return int32[size]: bytes that each id stands for where no document is at hand, 0 for special ones."""
+    """Return int32[size]: the bytes that each id stands for by its spelling alone, 0 for special ids."""
     lengths = np.zeros(size, np.int32)
     added = {token["id"]: bool(token["special"]) for token in described.get("added_tokens") or []}
     byte_level = is_byte_level(described)

@@ -1,4 +1,4 @@
-"""Implement the tokeniser ``bytes``: an id for each byte of UTF-8."""
+"""Tokenise text into the bytes of its UTF-8: the tokeniser ``bytes``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from mhc.data.tokenizers.spelling import utf8
 
 
 class ByteTokenizer:
-    """Tokenises to bytes: ids 0–255 are the bytes of UTF-8, 256 is bos, 257 is eos; ``vocab_size`` is 258."""
+    """Gives each byte of UTF-8 its value as id; 256 is bos and 257 is eos, so that ``vocab_size`` is 258."""
 
     vocab_size = 258
     bos_id = 256
@@ -25,25 +25,25 @@ class ByteTokenizer:
         self.byte_lengths[256:] = 0
 
     def encode(self, text: bytes | str) -> np.ndarray:
-        """Return int32[bytes of text]."""
+        """Return the bytes of a text, int32[n]. Raises UserError for half a character."""
         data = utf8(text) if isinstance(text, str) else text
         return np.frombuffer(data, np.uint8).astype(np.int32)
 
     def encode_with_bytes(self, text: bytes | str) -> tuple[np.ndarray, np.ndarray]:
-        """Return (ids, ones), both int32[bytes of text]."""
+        """Return (ids, ones), both int32[n], of the n bytes of a text."""
         ids = self.encode(text)
         return ids, np.ones_like(ids)
 
     def bytes_of(self, ids: np.ndarray, begins: bool) -> np.ndarray:
-        """Return 1 for each byte."""
+        """Return int32[n]: 1 for each byte, 0 for bos and eos."""
         return self.byte_lengths[ids]
 
     def lost(self, text: str) -> int:
-        """Return 0: no byte is lost."""
+        """Return 0: every byte has an id."""
         return 0
 
     def special_tokens(self) -> dict[str, str]:
-        """Return the special tokens as `mhc.interop.export` writes bos and eos."""
+        """Return the spellings of bos and eos in the files that `mhc.interop.export` writes."""
         return {"bos_token": "<s>", "eos_token": "</s>"}
 
     def starts(self, id_: int) -> bool:
@@ -51,6 +51,6 @@ class ByteTokenizer:
         return id_ < 256 and id_ & 0xC0 != 0x80
 
     def decode(self, ids: Any) -> str:
-        """Return the ids under 256 as UTF-8."""
+        """Return the ids below 256 as UTF-8 text; bytes that are none become U+FFFD."""
         values = np.asarray(ids, np.int64)
         return values[values < 256].astype(np.uint8).tobytes().decode("utf-8", errors="replace")

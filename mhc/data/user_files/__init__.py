@@ -1,1 +1,1 @@
-"""Find and read the user's files: the glob that names them, their formats, and plain local copies of them."""
+"""Find the user's files by a glob, tell their formats, and make plain local copies of them."""

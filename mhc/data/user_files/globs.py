@@ -175,10 +175,10 @@ def _match_in_store(kind: str, pattern: str) -> list[CorpusFile]:
     folder = remote.path(_fixed_part(pattern))
     remote.check(folder)
     with remote.reporting_refusals(folder):
-        listing = _store().glob(pattern, detail=True)
+        matches = _store().glob(pattern, detail=True)
     base = os.fspath(folder).removeprefix("gs://").rstrip("/") + "/"
     stored_files = []
-    for path, about in sorted(listing.items()):
+    for path, about in sorted(matches.items()):
         if about["type"] == "file":
             stored = f"md5:{about['md5Hash']}" if about.get("md5Hash") else f"crc32c:{about.get('crc32c')}"
             name = path.removeprefix(base)

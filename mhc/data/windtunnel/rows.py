@@ -116,7 +116,7 @@ class TaskValidation:
         self._task, self._batch_size = made, batch_size
         self._count, self._rows = count or self._ALL, np.asarray(rows)
 
-    def said(self, name: str = "") -> str:
+    def coverage(self, name: str = "") -> str:
         """Return a line on what the set is."""
         return f"validation: {self._count:,} held-out sequence(s) of {self._task.length} tokens"
 

@@ -67,9 +67,9 @@ class _Numbered:
     """Streams packed rows of the documents [first, last), and notes of which document each place is."""
 
     def __init__(self, encode: Any, first: int, last: int, **which: Any):
-        from mhc.data.rows.spread import Rows
+        from mhc.data.rows.spread import RowStream
 
-        self._stream = Rows(encode, first, last, **which)
+        self._stream = RowStream(encode, first, last, **which)
         self._taken: list[tuple[int, int]] = []  # (document, pairs) of the current row
 
     def take(self, room: int) -> Any:

@@ -60,7 +60,9 @@ def _lossy(arms: Sequence[Arm]) -> list[str]:
     for arm in arms:
         name = str(arm.config["data"].get("tokenizer"))
         shares[name] = max(arm.lost, shares.get(name, 0.0))
-    return [fidelity.reason(share, name) or fidelity.said(share, name) for name, share in shares.items() if share]
+    return [
+        fidelity.why_withheld(share, name) or fidelity.describe(share, name) for name, share in shares.items() if share
+    ]
 
 
 def _ranking(arms: Sequence[Arm], measures: Measures) -> list[str]:

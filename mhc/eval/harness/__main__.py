@@ -1,4 +1,4 @@
-"""Run benchmarks of EleutherAI's lm-evaluation-harness on a checkpoint (`pip install -e '.[eval]'`, without torch).
+"""Run EleutherAI's lm-evaluation-harness on a checkpoint (extra [eval]; torch is not needed).
 
     python -m eval.harness --checkpoint runs/a --tasks hellaswag,piqa
     python -m eval.harness --checkpoint runs/a --tasks mhc_paper --data datasets --json found.json

@@ -200,7 +200,7 @@ class LanguageModel(TemplateLM):
         """Warn where bits per byte, which lm-eval makes of these, count text that the tokeniser loses."""
         size = sum(len(text.encode()) for text in texts)
         share = sum(map(self._tokenizer.lost, texts)) / max(size, 1)
-        if why := fidelity.reason(share, self.checkpoint.config.data.tokenizer):
+        if why := fidelity.why_withheld(share, self.checkpoint.config.data.tokenizer):
             _log.warning("%s: those of these tasks, and their word and byte perplexities, are not comparable", why)
 
     def _batches(self, lengths: Sequence[int]) -> Iterator[tuple[list[int], int, int]]:

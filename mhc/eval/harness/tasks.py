@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from mhc import extras
 from mhc.errors import UserError, did_you_mean
 from mhc.eval.common.terminal import Progress
 
@@ -271,7 +272,7 @@ def quiet() -> None:
         import datasets
         import lm_eval  # noqa: F401
     except ModuleNotFoundError as error:
-        raise UserError(f"eval.harness needs lm-eval ({error.name} is missing): pip install -e '.[eval]'") from None
+        raise UserError(f"this program needs lm-eval: {extras.command('eval')} (not installed: {error.name})") from None
     for name in ("lm_eval", "datasets", "huggingface_hub", "httpx"):
         logging.getLogger(name).setLevel(logging.ERROR)
     datasets.disable_progress_bars()

@@ -96,7 +96,7 @@ def score(checkpoint: Checkpoint, corpus: Corpus, tell: Callable[[int], None] = 
         by_position[1:],
         tokenizers.load(config.data.tokenizer).content_hash,
         time.monotonic() - started,
-        fidelity.reason(corpus.lost, config.data.tokenizer),
+        fidelity.why_withheld(corpus.lost, config.data.tokenizer),
     )
 
 

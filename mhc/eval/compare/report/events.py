@@ -16,7 +16,7 @@ _HOW_EVENTS = """Flagged steps no more than {gap} apart are one event. A crossin
 the window of {window} (two probes, at least 32 steps); without one it is a false alarm. Late: after the loss.
 Undecided: the run ended, or was rewound, within the window. Standing: past its threshold since before the window. No
 loss step: the gradient norm alone was flagged. Undone: a rewind threw the step away. Monitors of the probes are as fine
-as the probes' spacing. <code>python -m eval.replay RUN --step s</code> does a step again."""
+as the probes' spacing. <code>python -m mhc.eval.replay RUN --step s</code> does a step again."""
 
 
 def section(histories: Sequence[History]) -> str:
