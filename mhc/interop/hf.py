@@ -241,7 +241,7 @@ def by_path(tree: Any) -> dict[str, Any]:
 
 
 def leaf_reader(params: Params) -> Any:
-    """Return a function from path to numpy array that keeps the last one: a plan asks for each many times in a row."""
+    """Return a reader from path to numpy array that keeps the last one: a plan asks for each many times in a row."""
     leaves = by_path(params)
     held: dict[str, np.ndarray] = {}
 

@@ -183,7 +183,7 @@ def write_llama(config: Config) -> dict[str, Any]:
 
 
 def _window(o: Options, default: int | None) -> int | None:
-    """Return the tokens of the window, None for null; ``default`` where the option is absent."""
+    """Return how many tokens the window has, None for null; ``default`` where the option is absent."""
     return None if o.take("sliding_window", default=default) is None else o.count("sliding_window", default=default)
 
 

@@ -1,4 +1,4 @@
-"""Define the mathematics of the residual topologies as pure functions.
+"""Compute the residual topologies' mathematics in pure functions.
 
 Shapes: ``N`` streams, ``D`` model width, ``R`` residual logits, ``S`` sublayers in depth order; ``...`` any leading
 axes (batch and tokens). Every function computes in ``promote_types(input, float32)``, so bfloat16 streams are read in

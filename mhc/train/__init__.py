@@ -1,4 +1,4 @@
-"""Train: the loop, the compiled step, optimisers and checkpoints."""
+"""Train a model: the loop, the compiled step, optimisers and checkpoints."""
 
 from mhc.extras import require_train
 

@@ -1,4 +1,4 @@
-"""corpus.json: the files that a run reads, with their sizes: a resume over others names those that changed."""
+"""Keep the names and sizes of the files that a run reads (corpus.json): a resume names those that changed."""
 
 from __future__ import annotations
 

@@ -116,12 +116,12 @@ class Bijection:
 
     @property
     def classes(self) -> int | None:
-        """Return the classes of a head of its own; None where the head is over the vocabulary."""
+        """Return how many classes a head of its own has; None where the head is over the vocabulary."""
         return None
 
     @property
     def length(self) -> int:
-        """Return the tokens of a sequence."""
+        """Return how many tokens a sequence has."""
         return 2 * self.symbols - 3
 
     @property
@@ -190,17 +190,17 @@ class HiddenMarkov:
 
     @property
     def classes(self) -> int | None:
-        """Return the classes of a head of its own: the hidden states."""
+        """Return how many classes a head of its own has: the hidden states."""
         return self.states
 
     @property
     def header(self) -> int:
-        """Return the tokens before the first observation."""
+        """Return how many tokens come before the first observation."""
         return 2 + self.states * (self.states + self.symbols)
 
     @property
     def length(self) -> int:
-        """Return the tokens of a sequence."""
+        """Return how many tokens a sequence has."""
         return self.header + 2 * self.observations
 
     @property
