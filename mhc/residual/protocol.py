@@ -174,8 +174,9 @@ def register(kind: Kind, builder: Builder) -> None:
 
     Args:
       kind: its name, what it allows, its options and its parameters.
-      builder: ``builder(width, *, rngs, …) -> ResidualTopology``. It is handed those of ``n``, ``init``, ``collapse``,
-        ``sublayers`` (S, the network's depth) and the kind's options that its signature names.
+      builder: ``builder(width, *, rngs, …) -> ResidualTopology``. It gets the arguments
+        that its signature names, out of ``n``, ``init``, ``collapse``, ``sublayers`` (S, the network's depth) and the
+        kind's options.
 
     Raises:
       ValueError: the name is taken, the builder does not take a declared option, or a parameter or an option is

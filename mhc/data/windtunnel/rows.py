@@ -84,7 +84,10 @@ class TaskStream:
 
 
 def empty(made: Task, rows: int) -> Batch:
-    """Return an empty batch of a task: that of a text, and ``posterior`` [rows, T, C] where it has its own classes."""
+    """Return an empty batch of a task.
+
+    It has the arrays of a batch of text, and ``posterior`` [rows, T, C] if the task has its own classes.
+    """
     batch = empty_batch(rows, made.length)
     if made.classes is not None:
         batch["posterior"] = np.zeros((rows, made.length, made.classes), np.float32)
