@@ -178,6 +178,7 @@ def read(workdir: Path) -> Plan:
     stored = read_json(workdir / FILE)
     if stored.keys() != {field.name for field in dataclasses.fields(Plan)}:
         raise UserError(f"{workdir / FILE}: not the plan of a grid, or one of another version")
+    python_files.look_beside(stored["base_file"].partition(":")[0])
     try:
         configs.load_kinds(stored["base"])
     except ModuleError as error:
