@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import atexit
 import contextlib
+import errno
 import logging
 import os
 import re
@@ -172,9 +173,11 @@ def _code(main: Callable[[Sequence[str]], int], arguments: Sequence[str], result
         _leave(128 + (signal.SIGTERM if isinstance(interrupt, _Terminated) else signal.SIGINT))
     except Exception as error:
         line = full_disk.message(error, _targets)
-        if line is None:
-            raise
-        return _failed(line, full_disk.EXIT_CODE)
+        if line is not None:
+            return _failed(line, full_disk.EXIT_CODE)
+        if isinstance(error, OSError) and error.errno in (errno.ENAMETOOLONG, errno.ELOOP):  # a path given by the user
+            return _failed(f"{error.filename}: {error.strerror}", 2)
+        raise
 
 
 def _failed(line: str, code: int) -> int:

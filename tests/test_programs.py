@@ -160,3 +160,34 @@ def test_a_field_that_is_not_taken_is_refused_with_the_reason() -> None:
     with pytest.raises(UserError, match=r"^--config\.model\.width: the weights fix it; allowed: --config\.mesh\.\*$"):
         cli.overrides(["--config.model.width=8"], parser, otherwise="the weights fix it")
     assert cli.overrides(["--config.mesh.data=2"], parser) == {"mesh.data": 2}
+
+
+_LONG = "a" * 300  # a file name has at most 255 bytes
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["train.py", "--config", _LONG, "--workdir", "run"],
+        ["train.py", "--config", "configs/demo.py", "--workdir", _LONG],
+        ["train.py", "--config", "configs/demo.py", "--workdir", "run", f"--config.data.tokenizer={_LONG}"],
+        ["train.py", "--config", "configs/demo.py", "--workdir", "run", f"--config.data.source=prepared:{_LONG}"],
+        ["train.py", "--from", _LONG, "--workdir", "run"],
+        ["mhc.eval.compare", _LONG],
+        ["mhc.eval.perplexity", "--checkpoint", _LONG],
+        ["mhc.eval.replay", _LONG, "--step", "3"],
+        ["mhc.interop.import_hf", _LONG, "--workdir", "run"],
+        ["mhc.grid", "run", _LONG, "--workdir", "run"],
+    ],
+    ids=lambda words: " ".join(words).replace(_LONG, "LONG"),
+)
+def test_a_path_that_no_file_can_have_is_a_line(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    program, *arguments = words
+    module = "train" if program == "train.py" else program
+    main = importlib.import_module(
+        module if hasattr(importlib.import_module(module), "main") else f"{module}.__main__"
+    ).main
+    with pytest.raises(SystemExit) as left:
+        cli.run_main(main, arguments)
+    assert left.value.code == 2
+    assert re.fullmatch(r"error: .*File name too long", capsys.readouterr().err.strip())

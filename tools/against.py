@@ -10,7 +10,8 @@ end, ends as the commit's own. ``cost``: one compiled training step needs as man
 
 A line a kind, then what differs by name. Exit codes: 0 all is equal, 1 something differs, 2 it could not be compared.
 Each run is a process on one CPU device; neither code sees the other's compiled programs. The code at hand is copied
-first, so that it may be edited meanwhile.
+first, so that it may be edited meanwhile. The module is longer than most, since it stands alone: it shares nothing with
+the code that it compares.
 """
 
 from __future__ import annotations

@@ -368,7 +368,7 @@ check_workdir() {
 # the project's packages, where there is one.
 check_overrides() {
     local python folder said code=0
-    local read="import sys; from mhc import cli; cli.run_main(lambda a: cli.load_config(a[0], a[1:], cli.Parser()) and 0)"
+    local read="import sys; from mhc import cli; cli.run_main(lambda a: cli.load_config(a[0], a[1:], None) and 0)"
     for python in "$ROOT/.venv/bin/python" python3 python; do
         "$python" -c "import ml_collections" >/dev/null 2>&1 || continue
         folder=$(mktemp -d)

@@ -17,6 +17,8 @@ the source, and the calls above it.
 
 A run that was rewound is replayed as it stands: what a rewind threw away is gone, and the batches that it left out are
 left out again. The run's folder is only read.
+
+The module is longer than most: a replay has one order of restoring, feeding and comparing, and it reads best in one.
 """
 
 from __future__ import annotations

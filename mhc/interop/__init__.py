@@ -1,7 +1,7 @@
-"""Other people's weights in, ours out.
+"""Read other people's weights and write ours.
 
-``from_hf`` and ``to_hf`` translate models of Hugging Face; ``load_hf`` reads a folder of theirs. As programs:
-``python -m mhc.interop.import_hf`` makes a run of one, ``python -m mhc.interop.export`` writes any run of ours.
+``from_hf`` and ``to_hf`` translate models of Hugging Face, and ``load_hf`` reads a folder of one. As programs,
+``python -m mhc.interop.import_hf`` makes a run of such a folder, and ``python -m mhc.interop.export`` writes any run.
 """
 
 from mhc.extras import require_train

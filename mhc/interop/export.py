@@ -1,9 +1,9 @@
-"""A run as a folder that others can read: safetensors, config.json, tokenizer.json and a model card.
+"""Write a run as a folder that others can read: safetensors, config.json, tokenizer.json and a model card.
 
     python -m mhc.interop.export RUN --to DIR [--step s] [--names auto|hf|ours]
 
-A plain model that a family of Hugging Face expresses is written in its names, any other in ours, with model.py beside
-it: one short file of numpy that computes the logits. docs/interop.md documents both formats.
+A plain model that a family of Hugging Face expresses is written in that family's names. Any other model is written in
+our names, with model.py beside it: one short file of numpy that computes the logits. docs/interop.md documents both.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 SHARD = 5_000_000_000  # bytes of the largest file
 VERSION = 1  # of our format
-GROUPS = ("model", "attention", "positions", "mlp", "moe", "norm", "head", "residual")  # that say what is computed
+GROUPS = ("model", "attention", "positions", "mlp", "moe", "norm", "head", "residual")  # they say what is computed
 _TRAINING = {"model": ("dtype", "remat", "scan"), "attention": ("impl",)}
 _TRAINING |= {"moe": ("balance", "balance_rate", "balance_loss", "z_loss"), "head": ("z_loss",)}
 _TRAINING |= {"norm": ("gamma_init", "gamma_frozen", "gamma_schedule"), "residual": ("init", "module")}
@@ -47,7 +47,8 @@ def export(run: str | Path, folder: str | Path, step: int | None = None, names: 
     """Write a run's model into a new folder; nothing is written unless all of it can be.
 
     Args:
-      step: of a checkpoint; None: the last. names: hf, ours, or auto: hf where a family expresses the model.
+      step: of the checkpoint; None for the last.
+      names: hf, ours, or auto, which is hf if a family expresses the model.
 
     Raises:
       UserError: no such run or checkpoint, a folder that holds something, names="hf" for a model that no family
@@ -90,21 +91,21 @@ def export(run: str | Path, folder: str | Path, step: int | None = None, names: 
             path, layer, _ = places[name]
             return leaf(path) if layer is None else leaf(path)[layer]
 
-    with written_whole(target) as made:
-        (made / "config.json").write_text(json.dumps(described, indent=2) + "\n")
-        (made / GENERATION).write_text(json.dumps(generation_config(config, tokenizer), indent=2) + "\n")
-        write_weights(made, shapes, tensor, {"format": "pt"} if family else {"format": "mhc"})
-        write_tokenizer(made / "tokenizer.json", config.data.tokenizer)
-        write_tokenizer_config(made / "tokenizer_config.json", config)
+    with written_whole(target) as out:
+        (out / "config.json").write_text(json.dumps(described, indent=2) + "\n")
+        (out / GENERATION).write_text(json.dumps(generation_config(config, tokenizer), indent=2) + "\n")
+        write_weights(out, shapes, tensor, {"format": "pt"} if family else {"format": "mhc"})
+        write_tokenizer(out / "tokenizer.json", config.data.tokenizer)
+        write_tokenizer_config(out / "tokenizer_config.json", config)
         if family is None:
-            (made / "model.py").write_text(source)
+            (out / "model.py").write_text(source)
         about = card(remote.local_copy(run), loaded.step, config, family.name if family else None)
-        (made / "README.md").write_text(about)
+        (out / "README.md").write_text(about)
     return target
 
 
 def generation_config(config: Config, tokenizer: Tokenizer) -> dict[str, Any]:
-    """bos_token_id and eos_token_id, a list of several where a text may end in several ways; the tokeniser's first."""
+    """Return bos_token_id and eos_token_id, a list if several ids end a text, with the tokeniser's first."""
     ends = [int(end) for end in dict.fromkeys((tokenizer.eos_id, *config.data.stop_tokens))]
     return {"bos_token_id": int(tokenizer.bos_id), "eos_token_id": ends if len(ends) > 1 else ends[0]}
 
@@ -122,7 +123,8 @@ def function_fields(config: Config) -> dict[str, dict[str, Any]]:
 def model_file(config: Config) -> str:
     """Return the text of model.py for a model: the short file of numpy, with the numpy form of its residual in it.
 
-    Raises: UserError where the kind has none, or one whose source cannot be copied.
+    Raises:
+      UserError: the kind has no numpy form, or one whose source cannot be copied.
     """
     import jax
 
@@ -160,12 +162,11 @@ def model_file(config: Config) -> str:
 
 
 def _foreign(runner: type) -> list[str]:
-    """Return the global names that a runner's methods use and that model.py does not have, or has for something
-    else."""
+    """Return the global names of a runner's methods that model.py lacks, or has for something else."""
     from mhc.residual import runner as numpy_form
 
-    own = {part.__name__: part for part in runner.__mro__}
-    known = {"np": np, "math": math, "itertools": itertools, **vars(builtins), **own}
+    bases = {part.__name__: part for part in runner.__mro__}
+    known = {"np": np, "math": math, "itertools": itertools, **vars(builtins), **bases}
     known |= {"sigmoid": numpy_form.sigmoid, "softmax": numpy_form.softmax}
 
     def used(code: types.CodeType) -> Iterator[str]:
@@ -189,7 +190,7 @@ def _foreign(runner: type) -> list[str]:
 
 
 def our_names(config: Config) -> dict[str, tuple[str, int | None, tuple[int, ...]]]:
-    """{name in our format: (path of the parameter, number in its stack, shape)}."""
+    """Return {name in our format: (path of the parameter, number in its stack, shape)}."""
     import jax
 
     from mhc.model.decoder import STACKS, DecoderDefinition
@@ -215,7 +216,7 @@ def write_weights(
     metadata: Mapping[str, str],
     shard: int = SHARD,
 ) -> None:
-    """model.safetensors, or shards of at most ``shard`` bytes (but for a larger tensor) with an index."""
+    """Write model.safetensors, or shards with an index, of at most ``shard`` bytes unless a tensor is larger."""
     from mhc.interop import safetensors
     from mhc.interop.folder import INDEX, SINGLE
 
@@ -242,7 +243,7 @@ def write_weights(
 
 
 def write_tokenizer(path: Path, spec: str) -> None:
-    """A tokenizer.json: a copy of the run's, or one that does what ``bytes`` does."""
+    """Write a tokenizer.json: a copy of the run's, or one that does what ``bytes`` does."""
     if spec != "bytes":
         shutil.copyfile(Path(spec).expanduser(), path)
         return
@@ -253,17 +254,17 @@ def write_tokenizer(path: Path, spec: str) -> None:
     others = [byte for byte in range(256) if byte not in printable]
     character = {byte: byte for byte in printable} | {byte: 256 + number for number, byte in enumerate(others)}
     model = tokenizers.models.BPE({chr(character[byte]): byte for byte in range(256)}, [])
-    made = tokenizers.Tokenizer(model)
-    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    made.decoder = tokenizers.decoders.ByteLevel()
-    made.add_special_tokens(["<s>", "</s>"])  # 256 and 257
-    made.save(str(path))
+    byte_level = tokenizers.Tokenizer(model)
+    byte_level.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    byte_level.decoder = tokenizers.decoders.ByteLevel()
+    byte_level.add_special_tokens(["<s>", "</s>"])  # 256 and 257
+    byte_level.save(str(path))
 
 
 def write_tokenizer_config(path: Path, config: Config) -> None:
-    """Write a tokenizer_config.json that names the special tokens; what lay beside the run's tokeniser stays in it.
+    """Write a tokenizer_config.json that names the special tokens, with what lay beside the run's tokeniser.
 
-    An id that was added behind the file's vocabulary has no token there, and none is named for it.
+    An id that was added behind the file's vocabulary has no token, and none is named for it.
     """
     from mhc.data import tokenizers
 
@@ -271,15 +272,16 @@ def write_tokenizer_config(path: Path, config: Config) -> None:
     beside: dict[str, Any] = {}
     if config.data.tokenizer != "bytes":
         source = Path(config.data.tokenizer).expanduser().with_name(tokenizers.SPECIAL)
-        found = json.loads(source.read_text("utf-8")) if source.is_file() else {}  # it was read as the tokeniser was
-        beside = found if isinstance(found, dict) else {}
+        text = source.read_text("utf-8") if source.is_file() else "{}"  # it was read when the tokeniser was
+        described = json.loads(text)
+        beside = described if isinstance(described, dict) else {}
     ours = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
     limit = {"model_max_length": config.max_length} if config.positions.kind == "learned" else {}
     write_json(path, {**ours, **limit, **beside, **tokenizer.special_tokens()})
 
 
 def card(run: Path, step: int, config: Config, family: str | None) -> str:
-    """The model card, Markdown: what it was trained on and how, and what was measured."""
+    """Return the model card in Markdown: what the model was trained on and how, and what was measured."""
     from mhc.model.decoder import DecoderDefinition
     from mhc.model.flops import count_parameters
 
@@ -309,7 +311,7 @@ def card(run: Path, step: int, config: Config, family: str | None) -> str:
 
 
 def _measured(run: Path, rows: Sequence[Mapping[str, Any]]) -> str:
-    """A table of what the run logged up to the last of the rows."""
+    """Return a table of what the run logged up to the last of the rows."""
     if not rows:
         return "No step was trained: the weights are as they were imported."
     validated: Mapping[str, Any] = next((row for row in reversed(rows) if "val_loss" in row), {})
@@ -325,19 +327,19 @@ def _measured(run: Path, rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """The program: 0 when the folder is there. Raises UserError for a user's mistake."""
+    """Run the program, and return its exit code. Raises UserError for a user's mistake."""
     parser = cli.Parser(
         description="Write a run's model as safetensors, config.json, tokenizer.json and a model card.",
         example="{prog} runs/a --to exported/a",
     )
     parser.add_argument("run", metavar="RUN", help="folder of a run")
     parser.add_argument("--to", required=True, metavar="DIR", help="folder to make")
-    parser.add_argument("--step", type=int, help="of the checkpoint; without it the last")
+    parser.add_argument("--step", type=int, help="step of the checkpoint; without it the last")
     parser.add_argument(
         "--names",
         choices=("auto", "hf", "ours"),
         default="auto",
-        help="hf: those of a Hugging Face family; ours: with model.py; auto: hf where one expresses the model",
+        help="hf: those of a Hugging Face family; ours: with model.py; auto: hf if a family expresses the model",
     )
     options = parser.parse_args(arguments)
     folder = export(options.run, options.to, options.step, options.names)

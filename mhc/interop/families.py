@@ -1,6 +1,6 @@
-"""The families of models that are read and written, and which of them can express a Config of ours.
+"""List the families of models that are read and written, and find the one that expresses a Config.
 
-That is not stated a second time: a family can whose config, written and read back, describes the same model.
+A family expresses a model if the model's config, written as config.json and read back, describes the same model.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from mhc import config as configs
 from mhc import kinds
 from mhc.config import Config
 from mhc.errors import UserError, did_you_mean
-from mhc.interop import readers
+from mhc.interop import config_json
+from mhc.interop.config_json import Groups
 from mhc.interop.options import Options
-from mhc.interop.readers import Groups
 
 
 @dataclasses.dataclass(frozen=True)
 class Family:
-    """A ``model_type``."""
+    """Describes a ``model_type``."""
 
     name: str
     architecture: str
-    prefix: str  # of every tensor's name but the head's; a bare model has none
+    prefix: str  # of every tensor's name but the head's; a bare model has no prefix
     embedding: str  # name of the embedding, without the prefix
     read: Callable[[Options], Groups]
     write: Callable[[Config], dict[str, Any]]
@@ -40,28 +40,42 @@ FAMILIES: Mapping[str, Family] = {
             "GPT2LMHeadModel",
             "transformer.",
             "wte.weight",
-            readers.read_gpt2,
-            readers.write_gpt2,
+            config_json.read_gpt2,
+            config_json.write_gpt2,
             "attn_pdrop embd_pdrop resid_pdrop summary_activation summary_first_dropout summary_proj_to_labels"
             " summary_type summary_use_proj reorder_and_upcast_attn",
         ),
-        Family("llama", "LlamaForCausalLM", "model.", "embed_tokens.weight", readers.read_llama, readers.write_llama),
+        Family(
+            "llama",
+            "LlamaForCausalLM",
+            "model.",
+            "embed_tokens.weight",
+            config_json.read_llama,
+            config_json.write_llama,
+        ),
         Family(
             "mistral",
             "MistralForCausalLM",
             "model.",
             "embed_tokens.weight",
-            readers.read_mistral,
-            readers.write_mistral,
+            config_json.read_mistral,
+            config_json.write_mistral,
         ),
-        Family("qwen3", "Qwen3ForCausalLM", "model.", "embed_tokens.weight", readers.read_qwen3, readers.write_qwen3),
+        Family(
+            "qwen3",
+            "Qwen3ForCausalLM",
+            "model.",
+            "embed_tokens.weight",
+            config_json.read_qwen3,
+            config_json.write_qwen3,
+        ),
         Family(
             "bloom",
             "BloomForCausalLM",
             "transformer.",
             "word_embeddings.weight",
-            readers.read_bloom,
-            readers.write_bloom,
+            config_json.read_bloom,
+            config_json.write_bloom,
             "attention_softmax_in_fp32 bias_dropout_fusion masked_softmax_fusion offset_alibi skip_bias_add"
             " skip_bias_add_qkv slow_but_exact",
         ),
@@ -70,16 +84,16 @@ FAMILIES: Mapping[str, Family] = {
             "MixtralForCausalLM",
             "model.",
             "embed_tokens.weight",
-            readers.read_mixtral,
-            readers.write_mixtral,
+            config_json.read_mixtral,
+            config_json.write_mixtral,
         ),
         Family(
             "deepseek_v3",
             "DeepseekV3ForCausalLM",
             "model.",
             "embed_tokens.weight",
-            readers.read_deepseek,
-            readers.write_deepseek,
+            config_json.read_deepseek,
+            config_json.write_deepseek,
             "aux_loss_alpha ep_size seq_aux",
         ),
     )
@@ -87,7 +101,7 @@ FAMILIES: Mapping[str, Family] = {
 
 
 def family_of(raw: Mapping[str, Any]) -> Family:
-    """The family of a config.json. Raises UserError where it is not one of ours."""
+    """Return the family of a config.json. Raises UserError for an unknown one."""
     name = raw.get("model_type")
     if not isinstance(name, str) or name not in FAMILIES:
         hint = did_you_mean(name, FAMILIES) if isinstance(name, str) else ""
@@ -96,10 +110,11 @@ def family_of(raw: Mapping[str, Any]) -> Family:
 
 
 def read(raw: Mapping[str, Any]) -> tuple[Family, Groups]:
-    """(family, groups of our config) of a config.json.
+    """Return (family, groups of our config) for a config.json.
 
-    Raises: UserError, of one line, for an unknown family, an option that our decoder lacks or does not know, or a value
-    that is missing or of another kind.
+    Raises:
+      UserError: an unknown family, an option that the decoder lacks or does not know, or a value that is missing or of
+        another kind.
     """
     family = family_of(raw)
     options = Options(raw, family.name, harmless=family.harmless)
@@ -123,8 +138,10 @@ _FUNCTION = {
 
 
 def function(config: Config) -> dict[str, Any]:
-    """{dotted field: value} of all that decides the function of a model but its residual; what a field cannot change
-    under the others is left out."""
+    """Return {dotted field: value} of everything that decides the function of a model, but for its residual.
+
+    Fields that cannot change it under the values of the others are left out.
+    """
     assert config.model.vocab_size is not None
     tree = configs.to_dict(configs.resolve(config, config.model.vocab_size))
     out = {
@@ -144,9 +161,9 @@ def function(config: Config) -> dict[str, Any]:
     return {name: value for name, value in out.items() if idle.get(name, True)}
 
 
-def differences(one: Config, other: Config) -> dict[str, tuple[Any, Any]]:
-    """{field: (value of one, value of other)} where the functions of two configs differ; floats to 1e-9."""
-    a, b = function(one), function(other)
+def differences(first: Config, second: Config) -> dict[str, tuple[Any, Any]]:
+    """Return {field: (first value, second value)} where the functions of two configs differ, floats by over 1e-9."""
+    a, b = function(first), function(second)
 
     def same(x: Any, y: Any) -> bool:
         if isinstance(x, float) and isinstance(y, float):
@@ -161,9 +178,10 @@ def differences(one: Config, other: Config) -> dict[str, tuple[Any, Any]]:
 
 
 def express(config: Config) -> tuple[Family, dict[str, Any]]:
-    """(family, config.json) of the first family that a plain model of ours belongs to.
+    """Return (family, config.json) of the first family that a plain model belongs to.
 
-    Raises: UserError where there is none: the nearest one, and what it lacks.
+    Raises:
+      UserError: there is none. The line names the nearest family and what it lacks.
     """
     if not config.residual.is_plain:
         apart = config.residual.apart_from_plain if config.residual.spec.is_plain else {}

@@ -1,4 +1,4 @@
-"""A folder as Hugging Face has it: config.json and safetensors, in one file or in shards with an index."""
+"""Read a folder of Hugging Face: config.json and safetensors, in one file or in shards with an index."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ GENERATION = "generation_config.json"
 
 @contextlib.contextmanager
 def written_whole(target: Path) -> Iterator[Path]:
-    """A hidden folder beside ``target`` that takes its name when the block ends well, and is gone otherwise.
+    """Give the block a hidden folder beside ``target``, which takes that name when the block ends well.
 
-    What a killed process left of an earlier attempt is removed.
+    Otherwise the folder is removed, and so is what a killed process has left of an earlier attempt.
 
     Raises:
       UserError: the folder cannot be made; DiskFull where the disk is full.
@@ -36,19 +36,19 @@ def written_whole(target: Path) -> Iterator[Path]:
         number = left.name.rpartition(".")[2]
         if number.isdigit() and not _runs(int(number)):
             shutil.rmtree(left, ignore_errors=True)
-    made = target.parent / f".{target.name}.{os.getpid()}"
+    hidden = target.parent / f".{target.name}.{os.getpid()}"
     try:
-        made.mkdir(parents=True)
+        hidden.mkdir(parents=True)
     except OSError as error:
         raise full_disk.error_class(error)(f"{target}: the folder cannot be made: {error.strerror}") from None
     try:
         with full_disk.reporting(target):
-            yield made
+            yield hidden
         if target.exists():
             target.rmdir()
-        made.rename(target)
+        hidden.rename(target)
     finally:
-        shutil.rmtree(made, ignore_errors=True)
+        shutil.rmtree(hidden, ignore_errors=True)
 
 
 def _runs(process: int) -> bool:
@@ -62,10 +62,10 @@ def _runs(process: int) -> bool:
 
 
 class HfFolder(Mapping[str, np.ndarray]):
-    """The tensors of a folder by name, each read when it is asked for, float32; ``config`` is its config.json.
+    """Maps the names of a folder's tensors to the tensors, float32; ``config`` is its config.json.
 
-    Every file's header is read and checked when the folder is opened, no tensor is. What a tensor is stored as is asked
-    of those alone that are wanted (``check_dtype``, and reading one): a folder may hold others.
+    The headers of all files are read and checked when the folder is opened, a tensor when it is asked for. Its dtype is
+    checked by ``check_dtype`` and when it is read, so that a folder may hold other tensors of any dtype.
 
     Raises:
       UserError: no such folder, config or shard, or a damaged file.
@@ -94,9 +94,9 @@ class HfFolder(Mapping[str, np.ndarray]):
                 log.warning("%s: %s is read, not the files that %s names", self.path, SINGLE, INDEX)
             return [SafetensorsFile(single)]
         if not index.is_file():
-            found = sorted(entry.name for entry in self.path.glob("*.safetensors"))
-            other = sorted(entry.name for entry in self.path.glob("*.bin"))
-            hint = f"; there is {listed(found or other, 3)}" if found or other else ""
+            others = sorted(entry.name for entry in self.path.glob("*.safetensors"))
+            others = others or sorted(entry.name for entry in self.path.glob("*.bin"))
+            hint = f"; there is {listed(others, 3)}" if others else ""
             raise UserError(f"{self.path}: neither {SINGLE} nor {INDEX}{hint}")
         where = read_object(index).get("weight_map")
         if not isinstance(where, dict) or not all(isinstance(file, str) for file in where.values()):
@@ -104,7 +104,7 @@ class HfFolder(Mapping[str, np.ndarray]):
         names = sorted(set(where.values()))
         if any(Path(name).name != name for name in names):
             raise UserError(f"{index}: weight_map names files outside of the folder")
-        missing = [name for name in names if not (self.path / name).is_file()]
+        missing = [name for name in names if not os.path.isfile(self.path / name)]
         if missing:
             raise UserError(f"{self.path}: missing shards: {listed(missing)}, which {INDEX} names")
         files = {name: SafetensorsFile(self.path / name) for name in names}
@@ -115,11 +115,11 @@ class HfFolder(Mapping[str, np.ndarray]):
         return list(files.values())
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Of a tensor, without reading it."""
+        """Return the shape of a tensor, without reading it."""
         return self._files[name].entries[name].shape
 
     def check_dtype(self, name: str) -> None:
-        """Raises UserError where a tensor is no float of 16 or 32 bits."""
+        """Raise UserError where a tensor is not of floats of 16 or 32 bits."""
         self._files[name].check_dtype(name)
 
     def __getitem__(self, name: str) -> np.ndarray:
@@ -138,13 +138,13 @@ def read_object(path: Path) -> dict[str, Any]:
         content = path.read_bytes()
         if content.startswith(LFS):
             raise UserError(f"{path}: {POINTER}")
-        found = json.loads(content.decode("utf-8-sig"))
+        value = json.loads(content.decode("utf-8-sig"))
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror}") from None
     except ValueError as error:
         raise UserError(f"{path}: not JSON: {error}") from None
     except RecursionError:
         raise UserError(f"{path}: not JSON that can be read: it is nested too deeply") from None
-    if not isinstance(found, dict):
+    if not isinstance(value, dict):
         raise UserError(f"{path}: not a JSON object")
-    return found
+    return value

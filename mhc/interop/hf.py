@@ -1,4 +1,4 @@
-"""Models of Hugging Face as decoders of ours, and back."""
+"""Make decoders of models of Hugging Face, and write decoders as such models."""
 
 from __future__ import annotations
 
@@ -32,37 +32,37 @@ _FLOATS = ("float16", "bfloat16", "float32", "float64")
 
 
 @dataclasses.dataclass(frozen=True)
-class Origin:
-    """Where a decoder came from: what ``to_hf`` needs to write it as it was read."""
+class ImportedFrom:
+    """Holds what ``to_hf`` needs to write a decoder as it was read."""
 
     layout: Layout
-    config: str  # config.json
+    config: str  # the text of config.json
 
 
 def residual_fields(residual: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields of config.residual with what is not said chosen so that the model computes the source's function.
+    """Return fields of config.residual under which the model computes the source's function, with those given.
 
-    Raises: UserError for an unknown field, or where a field that is said rules that out.
+    Raises:
+      UserError: a field is unknown, or rules that out.
     """
     configs.load_kinds({"residual": residual})
     fields = {"kind": kinds.PLAIN.name, **residual}
     for name, value in start.preserving(str(fields["kind"])).items():
         if fields.get(name) is None:
             fields[name] = value
-    made = configs.from_config_dict({"residual": fields}).residual
-    start.check_preserving(made)
+    start.check_preserving(configs.from_config_dict({"residual": fields}).residual)
     return fields
 
 
 def from_hf(config: Mapping[str, Any], tensors: Mapping[str, np.ndarray], **residual: Any) -> Decoder:
-    """A decoder that computes what a model of Hugging Face does.
+    """Return a decoder that computes what a model of Hugging Face does.
 
     Args:
-      config: its config.json: gpt2, llama, mistral, qwen3, bloom, mixtral or deepseek_v3, as published or as
+      config: the model's config.json: gpt2, llama, mistral, qwen3, bloom, mixtral or deepseek_v3, as published or as
         transformers 5 has it in memory.
-      tensors: its weights by name, floats, as published or in memory; an ``HfFolder`` reads them one at a time.
-      residual: fields of config.residual, by default kind="plain". Another kind starts as the plain residual where it
-        can: init="equivalent", collapse="mean".
+      tensors: the model's weights by name, floats, as published or in memory; an ``HfFolder`` reads them one at a time.
+      residual: fields of config.residual, by default kind="plain". Another kind starts as the plain residual if it can:
+        init="equivalent", collapse="mean".
 
     Returns:
       The decoder, float32: ``decoder(tokens [B, T]) -> logits [B, T, V]``.
@@ -80,20 +80,21 @@ def read(
     config: Config,
     mesh: Mesh | None = None,
 ) -> Decoder:
-    """``from_hf`` with the config that ``merged`` gave, and with the parameters in the shards of a mesh."""
+    """Do what ``from_hf`` does, with a config from ``merged`` and the parameters in the shards of a mesh."""
     layout = tensors.layout(families.family_of(raw), raw, source)
     wanted = check_source(config, raw, source, layout)
     _check_tied(config, source, layout)
     definition = DecoderDefinition(config)
     decoder = definition.bind(_parameters(definition, source, wanted, mesh))
-    decoder.origin = Origin(layout, json.dumps(dict(raw)))  # type: ignore[attr-defined]
+    decoder.origin = ImportedFrom(layout, json.dumps(dict(raw)))  # type: ignore[attr-defined]
     return decoder
 
 
 def merged(raw: Mapping[str, Any], groups: Mapping[str, Mapping[str, Any]]) -> Config:
-    """Our resolved config of a config.json, with further fields.
+    """Return the resolved config for a config.json, with further fields.
 
-    Raises: UserError for fields that change what the model computes.
+    Raises:
+      UserError: a field changes what the model computes.
     """
     family, theirs = families.read(raw)
     both = {name: {**theirs.get(name, {}), **groups.get(name, {})} for name in {**theirs, **groups}}
@@ -155,7 +156,7 @@ def _check_tied(config: Config, source: Mapping[str, np.ndarray], layout: Layout
 def _parameters(
     definition: DecoderDefinition, source: Mapping[str, np.ndarray], wanted: Mapping[str, Tensor], mesh: Mesh | None
 ) -> Params:
-    """Our parameters, leaf by leaf and shard by shard: beside them one tensor of the source is held at a time."""
+    """Return the parameters, made leaf by leaf and shard by shard, with one tensor of the source held at a time."""
     abstract = definition.abstract()
     device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     layout = jax.tree.map(lambda leaf: device, abstract) if mesh is None else sharding.shardings(abstract, mesh)
@@ -164,11 +165,11 @@ def _parameters(
         for part in tensor.parts:
             if tensor.name != "lm_head.weight" or part.path != "embed/table":
                 places.setdefault(part.path, []).append((tensor.name, part))
-    own = start.fresh(definition, definition.config.seed.init, layout, lambda path: path not in places)
+    fresh = start.fresh(definition, definition.config.seed.init, layout, lambda path: path not in places)
 
     def leaf(key_path: Any, shape: jax.ShapeDtypeStruct, layout: Any) -> jax.Array:
         path = sharding.path_of(key_path)
-        return own[path] if path in own else _leaf(shape.shape, layout, places[path], source)
+        return fresh[path] if path in fresh else _leaf(shape.shape, layout, places[path], source)
 
     return jax.tree_util.tree_map_with_path(leaf, abstract, layout)
 
@@ -179,25 +180,25 @@ def _leaf(
     places: list[tuple[str, Part]],
     source: Mapping[str, np.ndarray],
 ) -> jax.Array:
-    made: dict[tuple[tuple[int, int], ...], np.ndarray] = {}
+    boxes: dict[tuple[tuple[int, int], ...], np.ndarray] = {}  # by their ends along each axis
 
     def box(index: tuple[slice, ...] | None) -> np.ndarray:
         assert index is not None
-        ends = tuple(one.indices(size)[:2] for one, size in zip(index, shape, strict=True))
-        if ends not in made:  # copies of a shard share its memory where the device can
+        ends = tuple(part.indices(size)[:2] for part, size in zip(index, shape, strict=True))
+        if ends not in boxes:  # copies of a shard share its memory where the device can
             corner, size = tuple(low for low, _ in ends), tuple(high - low for low, high in ends)
             target = aligned(size)
             for name, part in places:
                 if tensors.touches(part, corner, size):
                     tensors.fill(target, corner, part, np.asarray(source[name]))
-            made[ends] = target
-        return made[ends]
+            boxes[ends] = target
+        return boxes[ends]
 
     return jax.make_array_from_callback(shape, layout, box)
 
 
 def aligned(shape: tuple[int, ...]) -> np.ndarray:
-    """Uninitialised float32 that a CPU device can take as it is, without a copy."""
+    """Return an uninitialised float32 array that a CPU device can take without a copy."""
     size = 4 * math.prod(shape)
     raw = np.empty(size + 64, np.uint8)
     begin = -raw.ctypes.data % 64
@@ -205,18 +206,22 @@ def aligned(shape: tuple[int, ...]) -> np.ndarray:
 
 
 def load_hf(folder: str | Path, mesh: Mesh | None = None, **residual: Any) -> Decoder:
-    """``from_hf`` of a folder, read tensor by tensor into the shards of ``mesh`` (None: one device).
+    """Return the decoder of a folder, read tensor by tensor into the shards of ``mesh`` (None: one device).
 
-    Raises: UserError as ``HfFolder`` and ``from_hf``.
+    Raises:
+      UserError: as ``HfFolder`` and ``from_hf``.
     """
     source = HfFolder(folder)
     return read(source.config, source, merged(source.config, {"residual": residual_fields(residual)}), mesh)
 
 
 def to_hf(decoder: Decoder) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    """(config.json, tensors by name, float32) of a plain decoder: in the layout that it was read in, or as published.
+    """Return (config.json, float32 tensors by name) of a plain decoder, in the layout that it was read in.
 
-    Raises: UserError where no family expresses the model; ``mhc.interop.export`` writes such a one.
+    A decoder that was not read has the layout that is published.
+
+    Raises:
+      UserError: no family expresses the model; ``mhc.interop.export`` can write it.
     """
     config, _, wanted = describe(decoder)
     params = nnx.to_pure_dict(nnx.state(decoder))
@@ -225,7 +230,7 @@ def to_hf(decoder: Decoder) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
 
 
 def describe(decoder: Decoder) -> tuple[dict[str, Any], Layout, dict[str, Tensor]]:
-    """(config.json, layout, plan) of what ``to_hf`` writes. Raises UserError as it does."""
+    """Return (config.json, layout, plan) of what ``to_hf`` writes. Raises UserError as it does."""
     family, raw = families.express(decoder.config)
     origin = getattr(decoder, "origin", None)
     if origin is None:
@@ -236,12 +241,15 @@ def describe(decoder: Decoder) -> tuple[dict[str, Any], Layout, dict[str, Tensor
 
 
 def by_path(tree: Any) -> dict[str, Any]:
-    """{a/b/c: leaf} of a tree of parameters."""
+    """Return {a/b/c: leaf} for a tree of parameters."""
     return {sharding.path_of(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
 
 
 def leaf_reader(params: Params) -> Any:
-    """path -> numpy array of a parameter, the last one kept: a plan asks for each many times in a row."""
+    """Return a function from a path to that parameter as a numpy array.
+
+    The last array is kept, since a plan asks for each many times in a row.
+    """
     leaves = by_path(params)
     held: dict[str, np.ndarray] = {}
 
@@ -255,4 +263,4 @@ def leaf_reader(params: Params) -> Any:
     return leaf
 
 
-__all__ = ["FAMILIES", "Origin", "from_hf", "load_hf", "to_hf"]
+__all__ = ["FAMILIES", "ImportedFrom", "from_hf", "load_hf", "to_hf"]

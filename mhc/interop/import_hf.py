@@ -1,4 +1,4 @@
-"""A folder of Hugging Face as a run of ours, whose model computes the same function under any residual that can.
+"""Make a run of a folder of Hugging Face; its model computes the same function, under any residual that can.
 
     python -m mhc.interop.import_hf DIR --workdir runs/x --config.residual.kind=mhc [--config.GROUP.FIELD=VALUE …]
 
@@ -6,8 +6,8 @@ The run folder holds a checkpoint of step 0 and the resolved config: evaluate it
 
     python -m mhc.train --config runs/x/config.json --workdir runs/x
 
-What a run cannot change when it is resumed (rate, data, schedule) is said here, or in a run of its own that starts with
-``--config.train.init_from=runs/x``. A tokenizer.json in DIR is copied and used.
+Fields that a run cannot change when it is resumed (rate, data, schedule) are given here, or to a run of its own that
+starts with ``--config.train.init_from=runs/x``. A tokenizer.json in DIR is copied and used.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ def import_hf(folder: str | Path, workdir: str | Path, overrides: Mapping[str, A
     """Make a run folder of a folder of Hugging Face; nothing is written unless all of it can be.
 
     Args:
-      folder: config.json, safetensors, perhaps tokenizer.json. workdir: must not hold anything yet.
+      folder: holds config.json, safetensors and perhaps tokenizer.json.
+      workdir: a folder that holds nothing yet.
       overrides: {dotted field of our config: value}; none may change what the model computes.
 
     Returns:
@@ -69,7 +70,7 @@ def import_hf(folder: str | Path, workdir: str | Path, overrides: Mapping[str, A
     data = groups.setdefault("data", {})
     copied = source_tokenizer.is_file() and "tokenizer" not in data
     if copied:
-        data["tokenizer"] = str(source_tokenizer)  # read from there; its own place is named once it lies there
+        data["tokenizer"] = str(source_tokenizer)  # the copy is named once it is there
     config = hf.merged(source.config, groups)
     special = special_tokens(source_tokenizer, source.config, generation) if copied else {}
     if copied:
@@ -78,72 +79,76 @@ def import_hf(folder: str | Path, workdir: str | Path, overrides: Mapping[str, A
         configs.resolve(config, tokenizers.load(config.data.tokenizer).vocab_size)
     if "stop_tokens" not in data:
         ends = stop_tokens(source, generation, special)
-        chosen = tuple(token for token in ends if token < config.vocab_size)  # no other is ever made
+        chosen = tuple(token for token in ends if token < config.vocab_size)  # the model gives no other
         config = dataclasses.replace(config, data=dataclasses.replace(config.data, stop_tokens=chosen))
     mesh: Mesh | None = make_mesh(config.mesh)
     if max(config.mesh.fsdp, config.mesh.tensor, config.mesh.expert) == 1:
         mesh = None  # every device would hold the same: one is enough to write it
     decoder = hf.read(source.config, source, config, mesh)
 
-    with written_whole(target) as made:
+    with written_whole(target) as out:
         if copied:
-            shutil.copyfile(source_tokenizer, made / TOKENIZER)
-            write_json(made / tokenizers.SPECIAL, special)
+            shutil.copyfile(source_tokenizer, out / TOKENIZER)
+            write_json(out / tokenizers.SPECIAL, special)
             data_config = dataclasses.replace(config.data, tokenizer=str(target / TOKENIZER))
             config = dataclasses.replace(config, data=data_config)
         origin = {"family": families.family_of(source.config).name, "folder": str(Path(folder).absolute())}
-        save_weights(made, nnx.to_pure_dict(nnx.state(decoder)), config, imported=origin)
-        write_json(made / "config.json", configs.to_dict(config))
+        save_weights(out, nnx.to_pure_dict(nnx.state(decoder)), config, imported=origin)
+        write_json(out / "config.json", configs.to_dict(config))
     return target
 
 
 def special_tokens(tokenizer: Path, *configs: Mapping[str, Any]) -> dict[str, str]:
-    """{bos_token, eos_token} of a model as ``tokenizer_config.json`` names them: from the file of that name beside its
-    tokenizer.json, else by the ids in the first of its configs that has one; what none has is left out."""
+    """Return those of {bos_token, eos_token} that a model declares, as ``tokenizer_config.json`` names them.
+
+    They come from the file of that name beside its tokenizer.json, or else from the ids in the first config with one.
+    """
     import tokenizers as library
 
     from mhc.data.tokenizers import declared_special
 
-    found = declared_special(tokenizer)
+    special = declared_special(tokenizer)
     try:
         names = library.Tokenizer.from_file(str(tokenizer))
     except Exception:  # the library raises bare Exception; whoever reads the file says what is wrong with it
-        return found
+        return special
     for name in ("bos_token", "eos_token"):
         for config in configs:
             ids = config.get(f"{name}_id")
             first = ids[0] if isinstance(ids, list) and ids else ids
             token = names.id_to_token(first) if isinstance(first, int) and 0 <= first < 2**32 else None
-            if name not in found and token is not None:
-                found[name] = token
-    return found
+            if name not in special and token is not None:
+                special[name] = token
+    return special
 
 
 def stop_tokens(source: HfFolder, generation: Mapping[str, Any], special: Mapping[str, str]) -> tuple[int, ...]:
-    """Return every id that a folder says ends a text: ``eos_token_id`` of its config.json and generation_config.json,
-    one id or several, and the ``eos_token`` of its tokeniser.
+    """Return every id that ends a text, by a folder's config.json, generation_config.json and tokeniser.
 
-    Raises: UserError where one of them is no id.
+    Each file has an ``eos_token_id``, one id or several; the tokeniser has an ``eos_token``.
+
+    Raises:
+      UserError: one of them is no id.
     """
     import tokenizers as library
 
     from mhc.interop.folder import GENERATION
 
-    found: list[int] = []
+    ends: list[int] = []
     for name, described in (("config.json", source.config), (GENERATION, generation)):
         given = described.get("eos_token_id")
         ids = given if isinstance(given, list) else [] if given is None else [given]
-        if not all(isinstance(one, int) and not isinstance(one, bool) for one in ids):
+        if not all(isinstance(id_, int) and not isinstance(id_, bool) for id_ in ids):
             raise UserError(f"{source.path / name}: eos_token_id: given {given!r}, allowed: an id, or a list of ids")
-        found += [one for one in ids if one >= 0]  # -1: none
+        ends += [id_ for id_ in ids if id_ >= 0]  # -1: none
     if "eos_token" in special:
         named = library.Tokenizer.from_file(str(source.path / TOKENIZER)).token_to_id(special["eos_token"])
-        found += [] if named is None else [named]
-    return tuple(dict.fromkeys(found))
+        ends += [] if named is None else [named]
+    return tuple(dict.fromkeys(ends))
 
 
 def main(arguments: Sequence[str]) -> int:
-    """The program: 0 when the run folder is there. Raises UserError for a user's mistake."""
+    """Run the program, and return its exit code. Raises UserError for a user's mistake."""
     parser = cli.Parser(
         description="Make a run folder of a Hugging Face model: config.json and safetensors.",
         example="{prog} models/llama --workdir runs/llama --config.data.source='text:corpus/*.txt'",

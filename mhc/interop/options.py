@@ -1,4 +1,4 @@
-"""A config.json of somebody else, read option by option: what nobody asked for is refused, not passed over."""
+"""Read a config.json of somebody else option by option, and refuse the options that nobody asked for."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 
 from mhc.errors import UserError
 
-# Options that say nothing about the function from tokens to logits: training, generation, bookkeeping.
+# Options that do not change the function from tokens to logits: training, generation, bookkeeping.
 _HARMLESS = """
 _attn_implementation _attn_implementation_autoset _commit_hash _name_or_path architectures attn_implementation
 attention_dropout auto_map bad_words_ids begin_suppress_tokens bos_token_id chunk_size_feed_forward
@@ -24,15 +24,15 @@ typical_p unk_token_id use_bfloat16 use_cache
 HARMLESS = frozenset(_HARMLESS.split())
 
 
-REFUSED = object()  # what null means where an option has no such value
-_MOST = 2**31 - 1  # of a size
+REFUSED = object()  # the meaning of null for an option that has no such value
+_MOST = 2**31 - 1  # the largest size
 
 
 class Options:
     """Read the options of a config, or of a mapping inside of one (``under``).
 
-    An option that is absent and one that is null are two things: the former is the default of the family's class, the
-    latter a value, which each call gives a meaning of its own or refuses.
+    An absent option and a null one differ: an absent option has the default of the family's class, and null is a value,
+    to which each call gives a meaning or which it refuses.
     """
 
     def __init__(self, raw: Mapping[str, Any], family: str, under: str = "", harmless: str = ""):
@@ -40,19 +40,21 @@ class Options:
         self._asked = set(HARMLESS | set(harmless.split()))
 
     def refuse(self, name: str, value: object, allowed: str) -> NoReturn:
-        """Raises the UserError of one option."""
+        """Raise the UserError of one option."""
         given = "null" if value is None else repr(value)
         raise UserError(f"config.json of {self.family}: {self._under}{name}: given {given}, allowed: {allowed}")
 
     def take(self, *names: str, default: Any = None, null: Any = None) -> Any:
-        """The value under the first of the names that has one; ``null`` where one is there as null, ``default`` where
-        none is there."""
+        """Return the value of the first name that has one.
+
+        If all that are there are null it is ``null``, and if none is there it is ``default``.
+        """
         self._asked |= set(names)
         there = [self._raw[name] for name in names if name in self._raw]
         return next((value for value in there if value is not None), null if there else default)
 
     def _size(self, names: Sequence[str], default: Any, null: Any, kind: str) -> tuple[str, Any]:
-        """(name, value) as ``take``, of a number. Refuses two names of one thing that say different things."""
+        """Return (name, value) of a number, as ``take`` does. Two names of one thing must not have different values."""
         value = self.take(*names, default=default, null=null)
         name = next((name for name in names if self._raw.get(name) is not None), names[0])
         if value is REFUSED:
@@ -72,27 +74,28 @@ class Options:
         return int(value) if whole and value == int(value) else self.refuse(name, value, kind)
 
     def number(self, *names: str, default: float | None = None, null: Any = REFUSED) -> float:
-        """A finite number."""
+        """Return a finite number, under any of the names of one thing."""
         name, value = self._size(names, default, null, "a number")
         finite = isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 1e300
         return float(value) if finite else self.refuse(name, value, "a number")
 
     def flag(self, name: str, default: bool) -> bool:
-        """True or False, which null is too."""
+        """Return True or False; null is False."""
         value = self.take(name, default=default, null=False)
         return value if isinstance(value, bool) else self.refuse(name, value, "true or false")
 
     def only(self, name: str, wanted: Any, why: str, *, null: bool | None = None) -> None:
-        """Refuse every value but one; an absent option has it.
+        """Refuse every value but ``wanted``, which is also the value of an absent option.
 
-        ``null``: whether null is it too; None: where the value is false, as null is.
+        Args:
+          null: whether null counts as it; None: if ``wanted`` is false.
         """
         value = self.take(name, default=wanted, null=wanted if (not wanted if null is None else null) else None)
         if value != wanted or isinstance(value, bool) != isinstance(wanted, bool):
             self.refuse(name, value, f"{wanted!r}: {why}")
 
     def choice(self, name: str, choices: Mapping[str, str], default: str) -> str:
-        """What one of the choices stands for."""
+        """Return what the chosen one of ``choices`` stands for."""
         value = self.take(name, default=default)
         known = isinstance(value, str) and value in choices
         return choices[value] if known else self.refuse(name, value, " or ".join(choices))

@@ -1,4 +1,4 @@
-"""Rotary positions of a config.json as a group of ours, and back: one way for all families that rotate."""
+"""Translate rotary positions of a config.json into our group, and back, for all families that rotate."""
 
 from __future__ import annotations
 
@@ -10,12 +10,19 @@ from mhc.interop.options import REFUSED, Options
 
 
 def mscale(factor: float, by: float) -> float:
+    """Return YaRN's factor of attention for a context that is ``factor`` times as long (arXiv:2309.00071)."""
     return 0.1 * by * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
 def read_rope(o: Options, *, theta: float, longest: int) -> tuple[dict[str, Any], float]:
-    """(positions group, factor of attention's logits), from ``rope_parameters`` or ``rope_theta`` and
-    ``rope_scaling``; ``theta``: what absence means. Inside of these a null is mostly what absence is."""
+    """Return (positions group, factor of attention's logits) for the rotary options of a config.json.
+
+    They are ``rope_parameters``, or ``rope_theta`` and ``rope_scaling``.
+
+    Args:
+      theta: the meaning of an absent ``rope_theta``. Inside the mappings null mostly means the same as absence.
+      longest: tokens of the longest context.
+    """
     old, new = o.mapping("rope_scaling"), o.mapping("rope_parameters")
     given = {**old, **new}
     under = "rope_parameters." if new else "rope_scaling."
@@ -57,6 +64,7 @@ def read_rope(o: Options, *, theta: float, longest: int) -> tuple[dict[str, Any]
 
 
 def write_rope(config: Config) -> dict[str, Any]:
+    """Return the options of a config.json for a config's positions."""
     p = config.positions
     scaling: dict[str, Any] | None = None
     longest = config.data.sequence_length

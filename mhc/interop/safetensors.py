@@ -1,7 +1,7 @@
-"""The safetensors format: eight bytes that count a JSON header, the header, and the tensors one behind the other.
+"""Read and write safetensors: eight bytes that count a JSON header, the header, and the tensors one after the other.
 
-Files are read tensor by tensor with ordinary reads, not mapped: what was read and dropped does not count as memory in
-use. The format is small enough that refusing a damaged file in words is most of the work.
+Files are read tensor by tensor with ordinary reads and are not mapped, so that tensors that were read and dropped do
+not count as memory in use. The format is small: saying in words why a damaged file is refused is most of the work.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy as np
 
 from mhc.errors import UserError
 
-FLOATS = {"F32": 4, "F16": 2, "BF16": 2}  # what weights may come as, and the bytes of one number
+FLOATS = {"F32": 4, "F16": 2, "BF16": 2}  # dtypes that weights may have, and the bytes of one number
 _SIZES = FLOATS | {"F64": 8, "I64": 8, "U64": 8, "I32": 4, "U32": 4, "I16": 2, "U16": 2, "I8": 1, "U8": 1, "BOOL": 1}
 _SIZES |= {"F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1}
 LFS = b"version https://git-lfs"  # how a pointer of git-lfs begins
@@ -26,7 +26,7 @@ _LARGEST_HEADER = 100_000_000  # bytes; the format's own limit
 
 
 class Entry(NamedTuple):
-    """One tensor of a file."""
+    """Describes a tensor of a file."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -35,7 +35,7 @@ class Entry(NamedTuple):
 
 
 class SafetensorsFile:
-    """A file whose header was read and checked against its size.
+    """Reads the tensors of a file, whose header is read and checked against its size at opening.
 
     Raises:
       UserError: unreadable, truncated, or a header that does not describe the rest of the file.
@@ -86,12 +86,12 @@ class SafetensorsFile:
             raise UserError(f"{self.path}: {what}: the header names {at} bytes of tensors, the file holds {held}")
 
     def check_dtype(self, name: str) -> None:
-        """Raises UserError where the dtype of a tensor is not one of FLOATS."""
+        """Raise UserError where the dtype of a tensor is not one of FLOATS."""
         if self.entries[name].dtype not in FLOATS:
             raise UserError(f"{self.path}: {name} is {self.entries[name].dtype}, allowed: {', '.join(FLOATS)}")
 
     def read(self, name: str) -> np.ndarray:
-        """One tensor as float32, C order.
+        """Return a tensor as float32, C order.
 
         Raises:
           UserError: its dtype is not one of FLOATS.
@@ -110,7 +110,7 @@ class SafetensorsFile:
 
 
 def widen(raw: np.ndarray, dtype: str) -> np.ndarray:
-    """float32 of the bytes of little-endian numbers of one of FLOATS."""
+    """Return the bytes of little-endian numbers of one of FLOATS as float32."""
     if dtype == "BF16":  # the upper half of a float32
         return (raw.view("<u2").astype("<u4") << 16).view("<f4")
     return raw.view({"F32": "<f4", "F16": "<f2"}[dtype]).astype(np.float32, copy=False)
@@ -122,7 +122,7 @@ def write(
     tensor: Callable[[str], np.ndarray],
     metadata: Mapping[str, str] | None = None,
 ) -> None:
-    """A file of float32 tensors in the order of their names, fetched one after the other.
+    """Write a file of float32 tensors in the order of their names, fetched one after the other.
 
     The layout is that of the reference implementation, byte for byte: header padded with spaces to a multiple of 8.
     """
@@ -145,6 +145,6 @@ def write(
 
 
 def listed(names: Iterable[str], most: int = 12) -> str:
-    """Names for a message of one line, the rest counted."""
+    """Return names for a message of one line; those beyond ``most`` are counted."""
     every = list(names)
     return ", ".join(every[:most]) + (f" and {len(every) - most} more" if len(every) > most else "")

@@ -1,4 +1,4 @@
-"""A language model in the format of mhc, read and run with numpy alone. This file belongs to the folder it lies in.
+"""Run a language model in the format of mhc with numpy alone. This file belongs to the folder that it lies in.
 
     python model.py 72 101 108          prints the five likeliest next tokens and their probabilities
     model = load("folder"); logits = model(tokens)      tokens [B, T] integers -> logits [B, T, V] float32
@@ -21,7 +21,7 @@ from mhc.residual.runner import Runner as Residual, sigmoid, softmax  # isort: s
 
 
 def load(folder=None):
-    """The model of a folder; None: the one where this file lies."""
+    """Return the model of a folder; None for the folder of this file."""
     folder = Path(folder or Path(__file__).parent)
     tensors = {}
     for path in sorted(folder.glob("*.safetensors")):
@@ -48,7 +48,7 @@ GATES = {"glu": sigmoid, "geglu": gelu, "swiglu": silu}
 
 
 class Model:
-    """``config``: the groups of config.json's ``model``, as attributes of dicts. ``tensors``: arrays by name."""
+    """Computes logits; ``config`` holds the groups of config.json's ``model``, ``tensors`` the arrays by name."""
 
     def __init__(self, config, tensors):
         self.c, self.tensors = config, tensors
@@ -144,7 +144,7 @@ class Model:
         return np.concatenate([plain, self.rotate(rotary)], axis=-1), k, v
 
     def rotate(self, x):
-        """Pairs (i, i + K/2) of a head turned by position times frequency."""
+        """Turn the pairs (i, i + K/2) of a head by position times frequency."""
         p, size, length = self.c["positions"], x.shape[-1], x.shape[1]
         if p["kind"] != "rope" or not size:
             return x
@@ -163,15 +163,15 @@ class Model:
             keep = np.clip((o * f / (2 * math.pi) - low) / (high - low), 0, 1)
         if p["scaling"] == "yarn":
             turns = p["beta_fast"], p["beta_slow"]
-            fast, slow = (size * math.log(o / (one * 2 * math.pi)) / (2 * math.log(theta)) for one in turns)
+            fast, slow = (size * math.log(o / (turn * 2 * math.pi)) / (2 * math.log(theta)) for turn in turns)
             low, high = max(math.floor(fast), 0), min(math.ceil(slow), size - 1)
             keep = 1 - np.clip((np.arange(size // 2) - low) / max(high - low, 1e-3), 0, 1)
             gain = p["attention_factor"] or 0.1 * math.log(factor) + 1.0
         f = f * keep + (0 if (keep == 1).all() else f / factor * (1 - keep))
         angle = np.arange(length)[:, None, None] * f
         cos, sin = gain * np.cos(angle), gain * np.sin(angle)
-        one, two = np.split(x, 2, axis=-1)
-        return np.concatenate([one * cos - two * sin, two * cos + one * sin], axis=-1)
+        left, right = np.split(x, 2, axis=-1)
+        return np.concatenate([left * cos - right * sin, right * cos + left * sin], axis=-1)
 
     def bias(self, distance, heads):
         p = self.c["positions"]
@@ -219,8 +219,8 @@ class Model:
         y = self.dense(x, f"{name}.shared") if moe["shared"] else np.zeros_like(x)
         for e in range(moe["experts"]):
             taken = (chosen == e).any(-1)
-            one = self.hidden(x[taken], lambda which, e=e: self.expert(name, which, e), lambda which: 0.0)
-            y[taken] += moe["scale"] * weights[taken][:, e, None] * (one @ self.expert(name, "down", e))
+            h = self.hidden(x[taken], lambda which, e=e: self.expert(name, which, e), lambda which: 0.0)
+            y[taken] += moe["scale"] * weights[taken][:, e, None] * (h @ self.expert(name, "down", e))
         return y
 
     def expert(self, name, which, e):

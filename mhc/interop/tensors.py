@@ -1,7 +1,7 @@
-"""Which tensor of a family is which part of our parameters, in both directions.
+"""Match the tensors of a family with our parameters, in both directions.
 
-A ``Part`` shows a tensor, or a piece of it, in the layout of ours as a numpy *view*: reading copies from the view,
-writing copies into it. So each correspondence is stated once, and what was read comes back bit for bit.
+A ``Part`` shows a tensor, or a piece of it, in our layout as a numpy *view*: reading copies from the view, and writing
+copies into it. So each correspondence is stated once, and what was read is written back bit for bit.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ View = Callable[[np.ndarray], np.ndarray]
 
 
 class Part(NamedTuple):
-    """A place in our parameters and what of a tensor stands there."""
+    """Says which piece of a tensor stands at a place in our parameters."""
 
     path: str  # a/b/c
-    at: Index  # of the leading axes; the others whole
+    at: Index  # along the leading axes; the other axes are whole
     view: View
 
 
 class Tensor(NamedTuple):
-    """A tensor of a family."""
+    """Describes a tensor of a family."""
 
     name: str
     shape: tuple[int, ...]
@@ -40,17 +40,17 @@ class Tensor(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """What differs between sources of one family."""
+    """Says what differs between sources of one family."""
 
     family: str
-    bare: bool = False  # names without the family's prefix
+    bare: bool = False  # names lack the family's prefix
     fused: bool = False  # all experts of a layer in one tensor, as transformers 5 has them in memory
-    interleaved: bool = True  # deepseek_v3: pairs of the rotary part stand side by side
+    interleaved: bool = True  # deepseek_v3: the two numbers of a rotary pair stand side by side
     head: bool = True  # the head's tensor is there, tied or not
 
 
 def layout(family: Family, raw: Mapping[str, object], names: Iterable[str]) -> Layout:
-    """The layout that a source's config and names show."""
+    """Return the layout that a source's config and names show."""
     known = set(names)
     return Layout(
         family.name,
@@ -69,22 +69,22 @@ def _whole(w: np.ndarray) -> np.ndarray:
 
 
 def _linear(w: np.ndarray) -> np.ndarray:
-    """[out, in] -> [in, out]."""
+    """Return [out, in] as [in, out]."""
     return w.T
 
 
 def _into_heads(heads: int) -> View:
-    """[H K, D] -> [D, H, K], or a bias [H K] -> [H, K]."""
+    """Return the view of [H K, D] as [D, H, K], and of a bias [H K] as [H, K]."""
     return lambda w: w.reshape(heads, -1, *w.shape[1:]).transpose(*((2, 0, 1) if w.ndim == 2 else (0, 1)))
 
 
 def _from_heads(heads: int) -> View:
-    """[D, H K] -> [H, K, D]."""
+    """Return the view of [D, H K] as [H, K, D]."""
     return lambda w: w.reshape(w.shape[0], heads, -1).transpose(1, 2, 0)
 
 
 class _Plan:
-    """Tensors, gathered layer by layer."""
+    """Gathers tensors layer by layer."""
 
     def __init__(self, config: Config, layout: Layout):
         self.config, self.layout, self.family = config, layout, FAMILIES[layout.family]
@@ -95,7 +95,7 @@ class _Plan:
         self.tensors[name] = Tensor(name, shape, parts)
 
     def place(self, layer: int) -> tuple[str, int]:
-        """(stack of our parameters, number in it) of a layer."""
+        """Return (stack of our parameters, number in it) of a layer."""
         leading = self.config.leading_layers
         return ("leading_blocks", layer) if layer < leading else ("blocks", layer - leading)
 
@@ -107,14 +107,14 @@ class _Plan:
     def linear(
         self, name: str, path: str, shape: tuple[int, int], index: Index, view: View = _linear, bias: View | None = None
     ) -> None:
-        """A matrix [out, in], with a bias [out] where ``bias`` shows it."""
+        """Add a matrix [out, in], and with ``bias``, its view, a bias [out]."""
         self.add(f"{name}.weight", shape, Part(path, index, view))
         if bias is not None:
             self.add(f"{name}.bias", shape[:1], Part(f"{path}_bias", index, bias))
 
 
 def plan(config: Config, layout: Layout) -> dict[str, Tensor]:
-    """Every tensor of a family's model, by name. ``config`` is resolved."""
+    """Return every tensor of a family's model, by name. ``config`` is resolved."""
     p = _Plan(config, layout)
     model, vocab, width = p.prefix, config.vocab_size, config.model.width
     p.add(model + p.family.embedding, (vocab, width), Part("embed/table", (), _whole))
@@ -139,14 +139,14 @@ def _gpt2_layer(p: _Plan, layer: int) -> None:
     p.norm(f"{name}.ln_1", f"{attention}/norm", d, (i,))
     p.norm(f"{name}.ln_2", f"{mlp}/norm", d, (i,))
 
-    def of(which: int) -> View:  # [D, 3 D] -> [D, H, K], and a bias [3 D] -> [H, K]
+    def third(which: int) -> View:  # [D, 3 D] -> [D, H, K], and a bias [3 D] -> [H, K]
         return lambda w: w.reshape(*w.shape[:-1], 3, h, -1)[..., which, :, :]
 
     names = ("query", "key", "value")
     for what, shape in (("", (d, 3 * d)), ("_bias", (3 * d,))):
-        parts = (Part(f"{attention}/core/{one}{what}", (i,), of(number)) for number, one in enumerate(names))
+        parts = (Part(f"{attention}/core/{our}{what}", (i,), third(number)) for number, our in enumerate(names))
         p.add(f"{name}.attn.c_attn.{'bias' if what else 'weight'}", shape, *parts)
-    # These matrices are [in, out].
+    # These matrices are stored as [in, out].
     p.add(
         f"{name}.attn.c_proj.weight",
         (d, d),
@@ -165,16 +165,16 @@ def _bloom_layer(p: _Plan, layer: int) -> None:
     p.norm(f"{name}.input_layernorm", f"{attention}/norm", d, (i,))
     p.norm(f"{name}.post_attention_layernorm", f"{mlp}/norm", d, (i,))
 
-    def of(which: int) -> View:  # [H 3 K, D] -> [D, H, K], and a bias [H 3 K] -> [H, K]
+    def third(which: int) -> View:  # [H 3 K, D] -> [D, H, K], and a bias [H 3 K] -> [H, K]
         def view(w: np.ndarray) -> np.ndarray:
-            one = w.reshape(h, 3, -1, *w.shape[1:])[:, which]
-            return one.transpose(2, 0, 1) if w.ndim == 2 else one
+            piece = w.reshape(h, 3, -1, *w.shape[1:])[:, which]
+            return piece.transpose(2, 0, 1) if w.ndim == 2 else piece
 
         return view
 
     names = ("query", "key", "value")
     for what, shape in (("", (3 * d, d)), ("_bias", (3 * d,))):
-        parts = (Part(f"{attention}/core/{one}{what}", (i,), of(number)) for number, one in enumerate(names))
+        parts = (Part(f"{attention}/core/{our}{what}", (i,), third(number)) for number, our in enumerate(names))
         p.add(f"{name}.self_attention.query_key_value.{'bias' if what else 'weight'}", shape, *parts)
     p.linear(f"{name}.self_attention.dense", f"{attention}/core/out", (d, d), (i,), _from_heads(h), _whole)
     p.linear(f"{name}.mlp.dense_h_to_4h", f"{mlp}/core/up", (f, d), (i,), bias=_whole)
@@ -182,7 +182,7 @@ def _bloom_layer(p: _Plan, layer: int) -> None:
 
 
 def _llama_layer(p: _Plan, layer: int) -> None:
-    """llama, mistral, qwen3, mixtral, deepseek_v3."""
+    """Add a layer of llama, mistral, qwen3, mixtral or deepseek_v3."""
     stack, i = p.place(layer)
     config, d = p.config, p.config.model.width
     name, attention, mlp = f"{p.prefix}layers.{layer}", f"{stack}/attention", f"{stack}/mlp"
@@ -215,8 +215,8 @@ def _latent_attention(p: _Plan, name: str, path: str, i: int) -> None:
     config, a, d = p.config, p.config.attention, p.config.model.width
     h, size, rotary, rank, values = a.heads, config.head_dim, config.rope_dim, a.kv_rank, config.value_dim
 
-    def halves(path: str, before: tuple[slice, ...], first: int, of: View) -> tuple[Part, ...]:
-        """The last axis of ours from ``first`` on: as it stands, and then the rotary part, pairs (i, i + R/2) there."""
+    def halves(path: str, before: tuple[slice, ...], first: int, view: View) -> tuple[Part, ...]:
+        """Return the parts of a last axis whose places from ``first`` on are rotary; ours pairs i with i + R/2."""
         end, half = first + rotary, first + rotary // 2
         pieces = [(slice(0, first), slice(0, first))]
         if p.layout.interleaved:
@@ -225,7 +225,7 @@ def _latent_attention(p: _Plan, name: str, path: str, i: int) -> None:
             pieces += [(slice(first, end), slice(first, end))]
 
         def piece(which: slice) -> View:
-            return lambda w: of(w)[..., which]
+            return lambda w: view(w)[..., which]
 
         return tuple(Part(path, (i, *before, ours), piece(theirs)) for ours, theirs in pieces)
 
@@ -298,20 +298,23 @@ _NEXT = re.compile(
 
 
 def ignored(name: str, config: Config, raw: Mapping[str, object]) -> bool:
-    """Whether a tensor is none of the model's weights: an old file's buffer, or of a layer that predicts further
-    tokens, which is no part of the function from tokens to logits."""
+    """Return whether a tensor is left out: it is a buffer of an old file, or of a layer that predicts further tokens.
+
+    Such a layer is no part of the function from tokens to logits.
+    """
     if _BUFFERS.search(name):
         return True
-    more, found = raw.get("num_nextn_predict_layers"), _NEXT.match(name)
-    if not isinstance(more, int) or found is None or raw.get("model_type") != "deepseek_v3":
+    more, match = raw.get("num_nextn_predict_layers"), _NEXT.match(name)
+    if not isinstance(more, int) or match is None or raw.get("model_type") != "deepseek_v3":
         return False
-    return config.model.layers <= int(found[2]) < config.model.layers + more
+    return config.model.layers <= int(match[2]) < config.model.layers + more
 
 
 def check(wanted: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]], where: str) -> None:
     """Refuse a source whose tensors are not those of the plan.
 
-    Raises: UserError that lists missing, unexpected and misshaped ones by name.
+    Raises:
+      UserError: the line lists missing, unexpected and misshaped tensors by name.
     """
     missing = [name for name in wanted if name not in shapes]
     extra = [name for name in shapes if name not in wanted]
@@ -320,26 +323,26 @@ def check(wanted: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]], w
         for name, tensor in wanted.items()
         if name in shapes and shapes[name] != tensor.shape
     ]
-    found = (("missing", missing), ("not of this model", extra), ("of another shape", bent))
-    problems = [f"{len(names)} {what}: {listed(names)}" for what, names in found if names]
+    kinds = (("missing", missing), ("not of this model", extra), ("of another shape", bent))
+    problems = [f"{len(names)} {what}: {listed(names)}" for what, names in kinds if names]
     if problems:
         raise UserError(f"{where}: tensors do not fit config.json: {'; '.join(problems)}")
 
 
 def fill(target: np.ndarray, corner: tuple[int, ...], part: Part, tensor: np.ndarray) -> None:
-    """Copy what of a part lies in ``target``, a box of the parameter that begins at ``corner``."""
+    """Copy the piece of a part that lies in ``target``, a box of the parameter that begins at ``corner``."""
     place: list[int | slice] = []
     piece: list[slice] = []
     index = (*part.at, *[slice(None)] * (target.ndim - len(part.at)))
     view = part.view(tensor)
     axis = 0
-    for one, begin, size in zip(index, corner, target.shape, strict=True):
-        if isinstance(one, int):
-            if not begin <= one < begin + size:
+    for where, begin, size in zip(index, corner, target.shape, strict=True):
+        if isinstance(where, int):
+            if not begin <= where < begin + size:
                 return
-            place.append(one - begin)
+            place.append(where - begin)
             continue
-        start = one.start or 0
+        start = where.start or 0
         low, high = max(start, begin), min(start + view.shape[axis], begin + size)
         if low >= high:
             return
@@ -350,10 +353,10 @@ def fill(target: np.ndarray, corner: tuple[int, ...], part: Part, tensor: np.nda
 
 
 def touches(part: Part, corner: tuple[int, ...], size: tuple[int, ...]) -> bool:
-    """Whether a part lies in the box, as far as its index says."""
-    for one, begin, length in zip(part.at, corner, size, strict=False):
-        low = one if isinstance(one, int) else one.start or 0
-        if isinstance(one, int) and not begin <= low < begin + length:
+    """Return whether a part may lie in a box, by its index alone."""
+    for where, begin, length in zip(part.at, corner, size, strict=False):
+        low = where if isinstance(where, int) else where.start or 0
+        if isinstance(where, int) and not begin <= low < begin + length:
             return False
         if low >= begin + length:
             return False
@@ -361,7 +364,7 @@ def touches(part: Part, corner: tuple[int, ...], size: tuple[int, ...]) -> bool:
 
 
 def compose(tensor: Tensor, leaf: Callable[[str], np.ndarray]) -> np.ndarray:
-    """The tensor [shape], float32, from our parameters by path."""
+    """Return a tensor [shape], float32, from our parameters by path."""
     out = np.empty(tensor.shape, np.float32)
     for part in tensor.parts:
         view = part.view(out)

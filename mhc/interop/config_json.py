@@ -1,6 +1,6 @@
-"""What each family's config.json means as groups of our config, and how a Config of ours is written as one.
+"""Translate each family's config.json into groups of our config, and a Config into such a file.
 
-The defaults are what absence means to the family's own class.
+An absent option has the default of the family's own class.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ Groups = dict[str, dict[str, Any]]
 
 LONGEST = 2048  # tokens of a training sequence where the config names a longer context
 
-# Activations by their names there. ``gelu`` with the error function is not among ours.
+# Activations by their names in the files. ``gelu`` with the error function is not among ours.
 _GELU = ("gelu_new", "gelu_pytorch_tanh", "gelu_fast")
 PLAIN_ACTIVATIONS = dict.fromkeys(_GELU, "gelu") | {"relu": "relu", "silu": "silu", "swish": "silu"}
 GATED_ACTIVATIONS = {"silu": "swiglu", "swish": "swiglu", "sigmoid": "glu"} | dict.fromkeys(_GELU[1:], "geglu")
@@ -71,7 +71,7 @@ def write_gpt2(config: Config) -> dict[str, Any]:
         "layer_norm_epsilon": config.norm.eps,
         "scale_attn_weights": config.attention.scale is None,
         "tie_word_embeddings": config.head.tied,
-        # These would be its dropout; ours has none.
+        # Absent, these would mean dropout, which our decoder does not have.
         "attn_pdrop": 0.0,
         "embd_pdrop": 0.0,
         "resid_pdrop": 0.0,
@@ -124,8 +124,10 @@ def _llama_like(
     theta: float = 1e4,
     eps: float = 1e-6,
 ) -> Groups:
-    """What the families share; the arguments are what an absent option means. A null of ``num_key_value_heads`` and
-    ``head_dim`` means what follows from the heads and the width, in every family."""
+    """Return the groups that the families share; the arguments are what an absent option means.
+
+    A null of ``num_key_value_heads`` and ``head_dim`` means what follows from the heads and the width, in every family.
+    """
     heads, width = o.count("num_attention_heads", default=32), o.count("hidden_size", default=4096)
     longest = o.count("max_position_embeddings", default=longest)
     positions, _ = read_rope(o, theta=theta, longest=longest)
@@ -180,7 +182,7 @@ def write_llama(config: Config) -> dict[str, Any]:
 
 
 def _window(o: Options, default: int | None) -> int | None:
-    """Tokens of the window, None for null; ``default`` where the option is absent."""
+    """Return the tokens of the window: None for null, ``default`` if the option is absent."""
     return None if o.take("sliding_window", default=default) is None else o.count("sliding_window", default=default)
 
 
@@ -208,7 +210,7 @@ def read_qwen3(o: Options) -> Groups:
 
 
 def _windows(o: Options, kinds: Any, window: int | None, layers: int) -> dict[str, Any]:
-    """Window and period of the layers that see everything, from the kind of every layer."""
+    """Return the window, and the period of the layers that see everything, from the kind of every layer."""
     known = isinstance(kinds, list) and len(kinds) == layers
     if not known or not all(kind in ("sliding_attention", "full_attention") for kind in kinds):
         o.refuse("layer_types", kinds, f"{layers} of full_attention and sliding_attention")
@@ -230,7 +232,7 @@ def write_qwen3(config: Config) -> dict[str, Any]:
         "use_sliding_window": any(local),
         "sliding_window": config.attention.window,
         "max_window_layers": 0 if any(local) else config.model.layers,
-        "layer_types": ["sliding_attention" if one else "full_attention" for one in local],
+        "layer_types": ["sliding_attention" if is_local else "full_attention" for is_local in local],
     }
 
 
