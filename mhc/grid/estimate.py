@@ -1,4 +1,4 @@
-"""Estimate what a grid would cost from shapes alone: nothing is compiled, and no parameter is allocated."""
+"""Estimate the cost of a grid from shapes alone: nothing is compiled, and no parameter is allocated."""
 
 from __future__ import annotations
 
@@ -36,30 +36,30 @@ class Cost:
     """Matrix FLOPs of the whole training, as of mhc.model.flops; recomputation under remat is not counted."""
     device_hours: float
     checkpoint_bytes: int
-    """Of one checkpoint: parameters, optimiser state and counters, uncompressed."""
+    """Bytes of one checkpoint: parameters, optimiser state and counters, uncompressed."""
     kept_bytes: int
-    """Of all checkpoints that are kept at the end."""
+    """Bytes of all checkpoints that are kept at the end."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Speed:
-    """Describes how fast a device is assumed to train."""
+    """Says how fast a device is assumed to train."""
 
     tokens_per_second: float | None
-    """Of one device, measured; None: FLOPs over mfu × peak."""
+    """Tokens per second of one device, measured; None: FLOPs over mfu × peak."""
     chip: str
     mfu: float
     peak: float
     """FLOP/s of the chip."""
 
     def words(self) -> str:
-        """Return the assumption in words for the user."""
+        """Return the assumption in words."""
         if self.tokens_per_second is not None:
             return f"{self.tokens_per_second:,.0f} tokens/s a device, as given"
         return f"{self.mfu:.0%} of the {self.peak / 1e12:,.0f} TFLOP/s (bfloat16, dense) of one {self.chip}"
 
     def hours(self, flops: float, tokens: int) -> float:
-        """Return the device-hours that so many tokens take."""
+        """Return the device-hours of a training."""
         seconds = tokens / self.tokens_per_second if self.tokens_per_second else flops / (self.mfu * self.peak)
         return seconds / 3600
 
@@ -112,7 +112,7 @@ def _shape_key(config: Config) -> str:
 
 @functools.cache
 def _sizes(key: str) -> tuple[int, int, int]:
-    """Return (parameters, FLOPs of a token, bytes of a checkpoint) of a resolved config."""
+    """Return (parameters, FLOPs of a token, bytes of a checkpoint) for a resolved config."""
     import jax
 
     from mhc.model.flops import flops_per_token

@@ -1,4 +1,4 @@
-"""Submits the arms of a grid to Slurm through submitit: one job an arm, requeued at its time limit and when preempted.
+"""Submit the arms of a grid to Slurm through submitit: a job for each arm, requeued at its time limit and if preempted.
 
 The grid's folder has to lie on a file system that the nodes share.
 """
@@ -21,19 +21,19 @@ from mhc.grid.local import Command, Say, environment, train_command
 
 JOB = ".job.json"
 LOGS = ".slurm"
-SAVE_SECONDS = 180  # before the time limit, for the step in hand and the checkpoint
-REQUEUES = 1000  # time limits that one arm may outlast
+SAVE_SECONDS = 180  # before the time limit, for the current step and the checkpoint
+REQUEUES = 1000  # the most time limits that one arm may reach
 
 
 class ArmJob:
-    """Runs one attempt of one arm as a job. A job ends at once if its arm is finished or runs elsewhere."""
+    """Runs one attempt of one arm as a job. It ends at once if the arm is finished or runs elsewhere."""
 
     def __init__(self, workdir: Path, arm: str, steps: int, command: Command = train_command):
         self.workdir, self.arm, self.steps, self.command = workdir, arm, steps, command
         self.attempt: Attempt | None = None
 
     def __call__(self) -> str:
-        """Runs the arm; returns its state."""
+        """Run the arm, and return its state."""
         folder = self.workdir / self.arm
         claim = Claim.take(folder)
         if claim is None:
@@ -95,8 +95,9 @@ def submit(
     """Submit a job for each arm that is neither finished nor submitted, and return without waiting.
 
     Args:
-        workdir: folder of the grid. arms: steps of each arm by name.
-        parameters: of ``submitit.AutoExecutor.update_parameters``.
+        workdir: folder of the grid.
+        arms: steps of each arm by name.
+        parameters: those of ``submitit.AutoExecutor.update_parameters``.
         retry: arms to submit although their last attempt failed or was halted.
         cluster: slurm, or submitit's local and debug for trying it out.
         queued: the ids of jobs that wait or run.
