@@ -29,6 +29,7 @@ from mhc.errors import UserError, did_you_mean
 from mhc.kernels.checks import is_whole
 from mhc.kinds import Kind
 from mhc.residual.arrays import check_count
+from mhc.residual.elsewhere import KindError, blamed, name_of
 from mhc.residual.functional import Maps
 from mhc.residual.runner import Runner
 from mhc.rng import PathKey
@@ -258,6 +259,7 @@ def build(
     Raises:
       ValueError: unknown kind or option, a value that an option may not hold, or a width, number of streams, preset or
         collapse that it does not have.
+      KindError: the builder of a kind from elsewhere raises, or gives no topology.
     """
     taken, spec = options(kind), _kinds.known()[kind]
     check_count("width", width)
@@ -280,4 +282,9 @@ def build(
     if sublayers is not None and not (is_whole(sublayers) and sublayers >= 1):
         raise ValueError(f"sublayers: given {sublayers!r}, allowed: an int >= 1")
     depth = {"sublayers": sublayers} if "sublayers" in taken else {}
-    return builder(kind)(width, rngs=rngs, **depth, **given)
+    make = builder(kind)
+    with blamed(kind, "its builder"):
+        topology = make(width, rngs=rngs, **depth, **given)
+    if not isinstance(topology, ResidualTopology):
+        raise KindError(f"{name_of(kind)}: its builder must give a ResidualTopology, got {type(topology).__name__}")
+    return topology

@@ -9,6 +9,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from mhc.kernels.checks import check_float, is_whole
+from mhc.residual import contract
+from mhc.residual.elsewhere import blamed
 from mhc.residual.functional import Maps
 from mhc.residual.linen import refuse_within, warn_of_constants
 from mhc.residual.protocol import Connection, Context, ResidualTopology, State, build
@@ -55,7 +57,9 @@ class HyperConnection(Connection):
         _check_number(k, sublayers)
         key = path_key(rngs)
         self.residual = build(kind, width, rngs=key / "residual", sublayers=sublayers, **options)
-        self.connection = self.residual.connection(k, rngs=key / "connection")
+        contract.check(kind, self.residual, width)
+        with blamed(kind, "`connection`"):
+            self.connection = self.residual.connection(k, rngs=key / "connection")
         self.width, self.kind = int(width), kind
         # What every state looks like is seen from one of 2 x 3 tokens: the axes of each leaf after those of the tokens.
         like = jax.eval_shape(self.residual.expand, jax.ShapeDtypeStruct((2, 3, self.width), jnp.float32))
