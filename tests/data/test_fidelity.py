@@ -120,7 +120,7 @@ def lossy(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
     """(source, run of two steps) where one word of nine is unknown."""
     folder = tmp_path_factory.mktemp("lossy")
     source = texts(folder / "texts", [*WORDS, "Ж"])
-    made = config(source, data={"tokenizer": LOSSY_NAME}, train={"steps": 2}, validation={"every": 2})
+    made = config(source, "plain", data={"tokenizer": LOSSY_NAME}, train={"steps": 2}, validation={"every": 2})
     said = io.StringIO()
     with contextlib.redirect_stderr(said):
         assert run(made, folder / "runs" / "text") == 0
