@@ -16,7 +16,7 @@ SMOKE := tests/test_xla_options.py tests/residual/test_golden.py tests/residual/
 export JAX_COMPILATION_CACHE_DIR ?= $(CURDIR)/.jax_cache
 export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS ?= 0
 
-.PHONY: demo test test-full smoke lint format install
+.PHONY: demo test test-scripts test-full smoke lint format install
 
 demo: $(TRAIN)
 	@for kind in $(KINDS); do \
@@ -32,6 +32,10 @@ test: $(DEV)
 
 smoke: $(DEV)
 	$(RUN) -m pytest -m "not slow" --numprocesses 2 --dist loadfile $(SMOKE)
+
+# The scripts that create slices, with a stand-in for gcloud: they wait more than they compute. Part of test-full.
+test-scripts: $(DEV)
+	$(RUN) -m pytest -m scripts --numprocesses 2
 
 test-full: $(DEV)
 	$(RUN) -m pytest --slowest build/slowest.txt

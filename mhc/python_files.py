@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import runpy
 import sys
 import traceback
@@ -34,12 +35,20 @@ def result_of(path: str, function: str, kind: str, *, near: Sequence[str] = (), 
     # What lies beside this package in a checkout (`configs`) can be imported from any working directory.
     if checkout.exists() and str(checkout.ROOT) not in sys.path:
         sys.path.append(str(checkout.ROOT))
+    look_beside(file)
     with _told(file, kind, locate):
         call = runpy.run_path(file).get(function)
     if call is None:
         raise UserError(f"{kind} file {file}: it defines no {function}()")
     with _told(file, kind, locate):
         return call(text) if colon else call()
+
+
+def look_beside(file: str) -> None:
+    """Let modules in the working directory, and then those beside a file of the user's, be found after all others."""
+    for folder in (os.getcwd(), str(Path(file).resolve().parent)):
+        if folder not in sys.path:
+            sys.path.append(folder)
 
 
 @contextlib.contextmanager

@@ -14,12 +14,13 @@ from typing import Any
 
 import jax
 
-from mhc.config import Config, from_config_dict, from_json, resolve
+from mhc.config import Config, from_config_dict, from_json, resolve, to_json
 from mhc.files import read_jsonl
+from mhc.model.decoder import Params
 from mhc.remote import Folder
 from mhc.sharding import make_mesh
 from mhc.train import run as runs
-from mhc.train.checkpoint import Checkpoints
+from mhc.train.checkpoint import Checkpoints, save_weights
 from mhc.train.record import CLOCK
 from mhc.train.step import Trainer
 from tests.small import assert_identical
@@ -68,6 +69,13 @@ def config(corpus: str, kind: str = "mhc", **groups: dict[str, Any]) -> Config:
 def run(made: Config, folder: str | Path, devices: int = 1) -> int:
     """``mhc.train.run.run`` on the first devices: eight take long on few cores."""
     return runs.Run(made, folder, devices=jax.devices()[:devices]).execute()
+
+
+def untrained(settings: Config, params: Params, folder: Path) -> Path:
+    """Write a run folder that holds a resolved config and parameters of step 0 and return it; no step is compiled."""
+    save_weights(folder, params, settings)
+    (folder / "config.json").write_text(to_json(settings))
+    return folder
 
 
 @contextlib.contextmanager

@@ -169,6 +169,49 @@ def test_a_run_stores_the_module_that_registered_its_kind_whatever_else_is_named
         from_config_dict({"residual": {"kind": "slow"}})
 
 
+CONFIG = """
+from configs import demo
+
+def get_config():
+    config = demo.get_config()
+    config.residual.update({"module": "their_kind", "kind": "slower"})
+    return config
+"""
+GRID = """
+from mhc.grid import Grid, axis, product
+
+def get_grid():
+    return Grid("mine.py", product(axis("residual.brake", 3.0, 4.0)))
+"""
+
+
+@pytest.mark.parametrize("imported", [False, True])
+def test_a_module_beside_the_config_file_is_found(tmp_path: Path, imported: bool) -> None:
+    """Whether the config names it or imports it, from any working directory; a grid's arms find it too."""
+    beside = tmp_path / "configs_of_mine"
+    beside.mkdir()
+    (beside / "their_kind.py").write_text(MODULE)
+    (beside / "mine.py").write_text(f"import their_kind\n{CONFIG}" if imported else CONFIG)
+    (beside / "many.py").write_text(GRID)
+    config = cli.load_config(str(beside / "mine.py"), ["--config.residual.brake=5"])
+    assert config.residual.brake == 5.0
+    stored = plan.store(plan.load(str(beside / "many.py"), []), tmp_path / "grid")
+    assert [arm["residual.brake"] for arm in stored.arms.values()] == [3.0, 4.0]
+    sys.path[:] = [entry for entry in sys.path if entry != str(beside)]  # another process: that of an arm
+    with forgotten():
+        assert plan.read(tmp_path / "grid").config(next(iter(stored.arms))).residual.kind == "slower"
+
+
+def test_the_working_directory_comes_before_the_config_file_s_folder(tmp_path: Path) -> None:
+    """As it was: a run that was begun with one module does not go on with another."""
+    beside = tmp_path / "elsewhere"
+    beside.mkdir()
+    (tmp_path / "their_kind.py").write_text(MODULE)
+    (beside / "their_kind.py").write_text("raise RuntimeError('the other one')")
+    (beside / "mine.py").write_text(CONFIG)
+    assert cli.load_config(str(beside / "mine.py"), []).residual.kind == "slower"
+
+
 def test_a_missing_module_is_told_with_the_run_that_needs_it(tmp_path: Path) -> None:
     (tmp_path / "their_kind.py").write_text(MODULE)
     run = tmp_path / "run"
@@ -184,8 +227,8 @@ def test_a_missing_module_is_told_with_the_run_that_needs_it(tmp_path: Path) -> 
     (tmp_path / "grid").mkdir()
     plan.store(grid, tmp_path / "grid")
     (tmp_path / "their_kind.py").unlink()
-    line = "residual.module: no module their_kind, allowed: one that Python finds, on PYTHONPATH or in the working "
-    line += "directory"
+    line = "residual.module: no module their_kind, allowed: one that Python finds, on PYTHONPATH, in the working "
+    line += "directory or beside the config file"
     readers: tuple[tuple[Callable[[], Any], Path], ...] = (
         (lambda: find_checkpoint(run), run / "config.json"),
         (lambda: runs.load([run]), run / "config.json"),

@@ -9,6 +9,7 @@ from mhc import attention_impls
 from mhc.config.derived import GATED, Groups
 from mhc.config.fields import AttentionConfig, DistributedConfig, ModelConfig, NormConfig
 from mhc.config.group import refuse_unused
+from mhc.errors import UserError, failure
 from mhc.rules import refuse
 
 
@@ -25,13 +26,25 @@ def check(config: Groups) -> None:
     _check_feed_forward(config)
     _check_norm(config.norm)
     _check_remat(config.model)
-    if config.residual.spec.check is not None:
-        config.residual.spec.check(config)
+    _check_kind(config)
     _check_schedule(config)
     _check_start(config)
     _check_distributed(config.distributed)
     _check_batch(config)
     _check_monitor(config)
+
+
+def _check_kind(config: Groups) -> None:
+    """Run the check of the residual kind, if it has one. Raises UserError, for whatever it raises."""
+    check = config.residual.spec.check
+    if check is None:
+        return
+    try:
+        check(config)
+    except UserError:
+        raise
+    except Exception as error:  # a kind from elsewhere is the user's code
+        raise UserError(f"residual.kind={config.residual.kind}: its check failed{failure(error)}") from error
 
 
 # Model ----------------------------------------------------------------------------------------------------------------

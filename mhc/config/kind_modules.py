@@ -5,13 +5,10 @@ from __future__ import annotations
 import importlib
 import os
 import sys
-import traceback
 from collections.abc import Iterator
 
-from mhc.errors import UserError
+from mhc.errors import UserError, failure
 from mhc.rules import refuse
-
-_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 
 
 class ModuleError(UserError):
@@ -27,7 +24,7 @@ def check_modules(name: str, value: str) -> None:
 def load(modules: str | None) -> None:
     """Import the modules that register kinds from elsewhere, each once in a process.
 
-    Modules are searched for on Python's path, and then in the working directory.
+    Modules are searched for on Python's path, in the working directory, and beside the config file that a program ran.
 
     Args:
       modules: names as ``import`` takes them, separated by commas; None: nothing to import.
@@ -44,8 +41,8 @@ def load(modules: str | None) -> None:
         except ModuleNotFoundError as error:
             if error.name is not None and (name == error.name or name.startswith(f"{error.name}.")):
                 raise ModuleError(
-                    f"residual.module: no module {name}, allowed: one that Python finds, on PYTHONPATH or in the "
-                    "working directory"
+                    f"residual.module: no module {name}, allowed: one that Python finds, on PYTHONPATH, in the working "
+                    "directory or beside the config file"
                 ) from None
             raise _failed(name, error) from None
         except (Exception, SystemExit) as error:  # the module is the user's, and so is whatever it raises
@@ -70,15 +67,4 @@ def _import(name: str) -> None:
 
 
 def _failed(name: str, error: BaseException) -> ModuleError:
-    frames = traceback.extract_tb(error.__traceback__)
-    theirs = [
-        frame for frame in frames if "importlib" not in frame.filename and not frame.filename.startswith(_PACKAGE)
-    ]
-    file, line = (theirs[-1].filename, theirs[-1].lineno) if theirs else ("", None)
-    if isinstance(error, SyntaxError):
-        file, line = error.filename or file, error.lineno
-    place = f" ({file}, line {line})" if file else ""
-    # str() of a KeyError is quoted, that of a SyntaxError repeats the place; args[0] of an OSError is its number alone.
-    plain = isinstance(error, (KeyError, SyntaxError)) and error.args
-    text = " ".join(str(error.args[0] if plain else error).split())
-    return ModuleError(f"residual.module: importing {name} failed{place}: {type(error).__name__}: {text}")
+    return ModuleError(f"residual.module: importing {name} failed{failure(error)}")

@@ -1,6 +1,6 @@
-"""Grids: many runs that differ in stated fields, launched, resumed and collected as one.
+"""Launch, resume and collect grids: many runs that differ in stated fields.
 
-A grid file builds its arms with the functions below and gives a ``Grid`` from ``get_grid()``; docs/grids.md shows how.
+A grid file builds its arms with the functions below and returns a ``Grid`` from ``get_grid()``, as docs/grids.md shows.
 """
 
 from mhc.extras import require_train

@@ -1,4 +1,4 @@
-"""Runs a grid of arms and tells where it stands: ``python -m mhc.grid run | status | retry | collect``."""
+"""Run a grid of arms and tell where it stands: ``python -m mhc.grid run | status | retry | collect``."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PROGRAM = "python -m mhc.grid"
 USAGE = """python -m mhc.grid COMMAND ...
 
   run FILE --workdir DIR [--config.GROUP.FIELD=VALUE ...]   run what is not finished; --dry_run tells sizes and cost
-  status --workdir DIR                                      one line an arm
+  status --workdir DIR                                      print a line for each arm
   retry [ARM ...] --workdir DIR                             run failed arms again, from their checkpoints
   collect --workdir DIR                                     write results.csv
 
@@ -33,16 +33,17 @@ example:
 
 
 def say(line: str) -> None:
-    """Write a line for the user, at once; raises where nobody reads it any more."""
+    """Write a line for the user at once. Raises OSError where nobody reads it any more."""
     sys.stdout.write(line + "\n")
     sys.stdout.flush()
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Reads the command line and does what it says.
+    """Do what the command line says.
 
-    Returns the exit code: 0 every arm finished or was halted by its guard (was submitted, written), 1 some did not, 2 a
-    user's mistake, 6 the disk is full, 128 + the signal after one.
+    Returns:
+      The exit code: 0 if every arm finished or was halted by its guard (or was submitted, or written), 1 if some did
+      not, 2 for a user's mistake, 6 for a full disk, and 128 + the signal after a signal.
     """
     commands = {"run": run, "status": status, "retry": retry, "collect": collect}
     if not arguments or arguments[0] in ("-h", "--help"):
@@ -55,7 +56,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def run(arguments: Sequence[str]) -> int:
-    """``run``: plan the grid and launch the arms that are not finished."""
+    """Plan a grid and launch the arms that are not finished: the command ``run``."""
     parser = cli.Parser(
         prog=f"{PROGRAM} run",
         description="Run the arms of a grid that are not finished; interrupted ones continue from their checkpoint.",
@@ -67,7 +68,7 @@ def run(arguments: Sequence[str]) -> int:
     _launcher_options(parser)
     dry = parser.add_argument_group("what it would cost")
     dry.add_argument("--dry_run", action="store_true", help="list the arms with sizes and cost; allocate nothing")
-    dry.add_argument("--tokens_per_second", type=float, help="measured on one device: makes the device-hours")
+    dry.add_argument("--tokens_per_second", type=float, help="measured on one device; device-hours follow from it")
     dry.add_argument("--chip", help="or: the chip (default: NVIDIA H100) …")
     dry.add_argument("--mfu", type=float, help="… and the share of its peak that training reaches (default: 0.4)")
     options, overrides = parser.parse_known_args(arguments)
@@ -92,7 +93,7 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def retry(arguments: Sequence[str]) -> int:
-    """``retry``: run failed arms, or the named ones, again."""
+    """Run failed arms, or the named ones, again: the command ``retry``."""
     parser = cli.Parser(
         prog=f"{PROGRAM} retry",
         description="Run the failed arms of a grid again, or the named ones, failed or halted, from their checkpoints.",
@@ -121,7 +122,7 @@ def retry(arguments: Sequence[str]) -> int:
 
 
 def status(arguments: Sequence[str]) -> int:
-    """``status``: one line an arm."""
+    """Print a line for each arm: the command ``status``."""
     parser = cli.Parser(
         prog=f"{PROGRAM} status",
         description="Print the state of each arm of a grid.",
@@ -137,7 +138,7 @@ def status(arguments: Sequence[str]) -> int:
 
 
 def collect(arguments: Sequence[str]) -> int:
-    """``collect``: write results.csv."""
+    """Write results.csv: the command ``collect``."""
     parser = cli.Parser(
         prog=f"{PROGRAM} collect",
         description="Write a table with one row for each arm: the fields it varies, its summary, and its state.",
@@ -173,7 +174,7 @@ def _launcher_options(parser: cli.Parser) -> None:
     group.add_argument("--gke_accelerator", metavar="LABEL", help="tpu-v5p-slice, nvidia-h100-80gb, …")
     group.add_argument("--gke_topology", metavar="AxBxC", help="of the TPU slice of one host, such as 2x2x1")
     group.add_argument("--gke_chips", metavar="N", type=_positive, help="accelerators of an arm (default: 1)")
-    group.add_argument("--gke_restarts", metavar="N", type=_positive, help="starts again, at most (default: 10)")
+    group.add_argument("--gke_restarts", metavar="N", type=_positive, help="most restarts of an arm (default: 10)")
 
 
 def _workdir(options: argparse.Namespace) -> Path:
@@ -189,7 +190,7 @@ def _positive(text: str) -> int:
 
 
 def _check_launcher(options: argparse.Namespace) -> None:
-    """Refuse an unknown launcher, and what the launcher would not use."""
+    """Refuse an unknown launcher, and options that the launcher does not use."""
     launcher = options.launcher
     if launcher not in LAUNCHERS:
         near = did_you_mean(launcher, LAUNCHERS)
@@ -248,7 +249,7 @@ def _launch(
         steps = {arm: count for arm, count in steps.items() if arm not in early}
         if early:
             stdio.write_line(
-                f"{len(early)} arms branch from arms that have not finished: left for the same command, then"
+                f"{len(early)} arms branch from arms that have not finished: the same command submits them later"
             )
     if pod is not None:
         left = [arm for arm in steps if _wanted(workdir / arm, steps[arm], arm in retry)]

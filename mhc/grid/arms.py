@@ -1,7 +1,7 @@
-"""Arms of a grid as data: what differs between them, built by product, zip and chain, and their names.
+"""Build the arms of a grid by product, zip and chain, and name them.
 
-An *arm* is a mapping {"group.field": value} of what it changes in the grid's base config. *Arms* are a tuple of them,
-and every function here gives Arms, so that they combine freely:
+An *arm* is a mapping {"group.field": value} of what it changes in the grid's base config. *Arms* are a tuple of
+them, and every function here returns Arms, so that they combine freely:
 
     product(axis("residual.kind", "plain", "mhc"), seeds(0, 1, 2))      # 6 arms
 """
@@ -28,7 +28,7 @@ Arms = tuple[Arm, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Grid:
-    """What ``get_grid()`` of a grid file gives."""
+    """Holds what ``get_grid()`` of a grid file returns."""
 
     base: str
     """The config file that every arm starts from, ``file.py`` or ``file.py:text``, relative to the grid file."""
@@ -36,14 +36,16 @@ class Grid:
     """What each arm changes."""
 
 
-# Options of residual kinds that are not known yet, while a grid file runs for the first time; None: they are refused.
+# Options of residual kinds that are not known yet, while a grid file runs for the first time. None refuses them.
 _UNKNOWN: contextvars.ContextVar[list[str] | None] = contextvars.ContextVar("unknown options", default=None)
 
 
 @contextlib.contextmanager
 def options_unknown() -> Iterator[list[str]]:
-    """Let options of residual kinds pass that nobody declares, and list them: the base config may import their
-    module."""
+    """Let options of residual kinds pass that nobody declares, and list them.
+
+    The base config may import the module that declares them.
+    """
     names: list[str] = []
     token = _UNKNOWN.set(names)
     try:
@@ -63,9 +65,10 @@ def _check_known(field: str) -> None:
 
 
 def arm(fields: Arm) -> Arms:
-    """One arm that sets these fields: ``arm({"residual.kind": "plain", "residual.scale": 0.0})``; {}: the base itself.
+    """Return one arm that sets these fields, as ``arm({"residual.kind": "plain"})``; {} is the base itself.
 
-    Raises: UserError for an unknown field, with the nearest name.
+    Raises:
+      UserError: a field is unknown. The line has the nearest name.
     """
     for name in fields:
         _check_known(name)
@@ -73,7 +76,7 @@ def arm(fields: Arm) -> Arms:
 
 
 def axis(field: str, *values: Any) -> Arms:
-    """One arm a value of one field. Raises UserError for an unknown field or without a value."""
+    """Return an arm for each value of a field. Raises UserError for an unknown field or without a value."""
     _check_known(field)
     if not values:
         raise UserError(f"axis {field}: no value given, allowed: at least one")
@@ -81,19 +84,20 @@ def axis(field: str, *values: Any) -> Arms:
 
 
 def seeds(*numbers: int) -> Arms:
-    """One arm a seed, which initial weights and data order share: arms of the same seed are pairs."""
+    """Return an arm for each seed, of both initial weights and data order: arms of one seed are pairs."""
     return zipped(axis("seed.init", *numbers), axis("seed.data", *numbers))
 
 
 def product(*factors: Arms) -> Arms:
-    """Every combination of one arm of each factor. Raises UserError where two of them set the same field."""
+    """Return every combination of one arm from each factor. Raises UserError where two arms set the same field."""
     return functools.reduce(lambda left, right: tuple(_join(a, b) for a in left for b in right), factors, ({},))
 
 
 def zipped(*parts: Arms) -> Arms:
-    """The first arms of all parts together, then the second ones, and so on.
+    """Return the first arms of all parts joined, then the second ones, and so on.
 
-    Raises: UserError for parts of different lengths, or where two of them set the same field.
+    Raises:
+      UserError: the parts have different lengths, or two arms set the same field.
     """
     lengths = [len(part) for part in parts]
     if len(set(lengths)) > 1:
@@ -102,10 +106,10 @@ def zipped(*parts: Arms) -> Arms:
 
 
 def branches(trunks: Arms, step: int, changes: Arms = ({},)) -> Arms:
-    """Arms that go on from the checkpoint of ``step`` of each trunk, one for each of ``changes``, which count last.
+    """Return arms that go on from the checkpoint of ``step`` of each trunk, one for each of ``changes``.
 
-    A branch has its trunk's fields, and takes over its weights, its optimiser's state, its place in the schedule and in
-    the data. It starts when its trunk, an arm of the same grid, has finished.
+    A branch has its trunk's fields, with the changes. It takes over the trunk's weights, optimiser state, and position
+    in the schedule and the data. It starts when its trunk, an arm of the same grid, has finished.
     """
     return tuple(
         {
@@ -121,9 +125,10 @@ def branches(trunks: Arms, step: int, changes: Arms = ({},)) -> Arms:
 
 
 def source_of(fields: Arm) -> tuple[str, int] | None:
-    """(name, step) of the arm of the same grid that an arm branches from; None: it does not.
+    """Return (name, step) of the arm of the same grid that an arm branches from; None if it does not.
 
-    Raises: UserError for a source that says arm: and is not of that form.
+    Raises:
+      UserError: a source begins with arm: and is not of that form.
     """
     text = str(fields.get("train.init_from"))
     if not text.startswith(ARM):
@@ -135,8 +140,8 @@ def source_of(fields: Arm) -> tuple[str, int] | None:
 
 
 def chain(*parts: Arms) -> Arms:
-    """The arms of one part after the other."""
-    return tuple(one for part in parts for one in part)
+    """Return the arms of the parts, one part after the other."""
+    return tuple(fields for part in parts for fields in part)
 
 
 def _join(left: Arm, right: Arm) -> Arm:
@@ -148,9 +153,10 @@ def _join(left: Arm, right: Arm) -> Arm:
 
 # Names ----------------------------------------------------------------------------------------------------------------
 
-# What a name calls a field, in the order in which a name lists them; "" gives the bare value. Every other field has its
-# full name, and the seeds stand last. A name is made of the arm's own fields alone, so that no other arm changes it: an
-# entry changed or added here renames the arms of existing workdirs.
+# Short names of fields, in the order in which the name of an arm lists them; with "" the value stands alone. Every
+# other field has its full name, and the seeds come last. A name depends on the arm's own fields alone, so that other
+# arms do not change it. This list is not derived from the declared fields: a changed or added entry would rename the
+# arms of existing workdirs.
 _SHORT = {
     "residual.kind": "",
     "residual.scale": "scale",
@@ -163,17 +169,17 @@ _SHORT = {
     "model.width": "width",
     "optimizer.lr": "lr",
 }
-_DECAY = {"schedule.wsd_steps": "decay", "schedule.wsd_shape": "shape"}  # the same, after where a branch starts
+_DECAY = {"schedule.wsd_steps": "decay", "schedule.wsd_shape": "shape"}  # short names that follow a branch's start
 _SEEDS = ("seed.init", "seed.data")
-_LONGEST = 100  # bytes; file systems allow 255, and k8s, logs and reports add to it
+_LONGEST = 100  # bytes of a name; file systems allow 255, and Kubernetes, logs and reports add to it
 
 
 def name_of(fields: Arm) -> str:
-    """The name of an arm, which is also its folder: ``mhc,lr=0.003,seed=0``.
+    """Return the name of an arm, which is also its folder: ``mhc,lr=0.003,seed=0``.
 
-    Letters, digits and ``._+=,-`` only. It depends on these fields and their values, not on their order and not on
-    other arms. Where a value holds other characters, or would make the name of another arm, or the name gets long, a
-    hash of the fields ends it.
+    A name has letters, digits and ``._+=,-`` only. It depends on these fields and their values, and not on their order
+    or on other arms. It ends with a hash of the fields if a value has other characters, if the name could be that of
+    another arm, or if it is long.
     """
     rest = dict(fields)
     taken = _take_branch(rest)
@@ -186,9 +192,9 @@ def name_of(fields: Arm) -> str:
     parts += [(field, rest[field]) for field in sorted(rest)] + seeds_last
     plain = ",".join(f"{label}={_text(value)}" if label else _text(value) for label, value in parts) or "base"
     safe = re.sub(r"[^A-Za-z0-9._+=,-]", "_", plain)
-    # A text that is empty or holds what joins names could make the name of another arm.
+    # A text that is empty, or has characters that join names, could make the name of another arm.
     texts = {field: value for field, value in fields.items() if isinstance(value, str)}
-    if taken:  # of which the name has the step alone
+    if taken:  # the name has the step alone
         del texts["train.init_from"]
     clear = (not taken or _follows(fields)) and all(re.fullmatch(r"[^+=,]+", value) for value in texts.values())
     if (
@@ -204,9 +210,9 @@ def name_of(fields: Arm) -> str:
 
 
 def _take_branch(rest: dict[str, Any]) -> list[tuple[str, Any]]:
-    """The parts of a name that say where an arm branches from; their fields leave ``rest``. []: it does not.
+    """Take the fields that say where an arm branches from out of ``rest``, and return their parts of the name.
 
-    What a branch usually is, a decay of wsd_steps with all of its trunk's state, goes without saying.
+    The usual branch, a decay of wsd_steps with all of its trunk's state, needs no further words.
     """
     source = source_of(rest)
     if source is None:
@@ -221,10 +227,12 @@ _USUAL = {"train.init_optimizer": True, "train.init_data": True, "schedule.kind"
 
 
 def _follows(fields: Arm) -> bool:
-    """Whether the name of a branch's trunk follows from the branch's other fields."""
-    own = {*_USUAL, *_DECAY, "train.init_from", "train.steps"}
+    """Return whether the name of a branch's trunk follows from the branch's other fields."""
+    of_branch = {*_USUAL, *_DECAY, "train.init_from", "train.steps"}
     source = source_of(fields)
-    return source is not None and source[0] == name_of({f: value for f, value in fields.items() if f not in own})
+    return source is not None and source[0] == name_of(
+        {field: value for field, value in fields.items() if field not in of_branch}
+    )
 
 
 def _text(value: Any) -> str:

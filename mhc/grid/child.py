@@ -1,4 +1,4 @@
-"""Runs one arm of a planned grid: ``python -m mhc.grid.child WORKDIR ARM``; exit codes as of train.py."""
+"""Run one arm of a planned grid: ``python -m mhc.grid.child WORKDIR ARM``; exit codes as of train.py."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from mhc.grid import plan
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Trains the arm in its folder, from its last checkpoint if there is one. Returns the exit code."""
-    # Slurm sends it to every process of a job that nears its time limit; the job answers by SIGTERM (mhc.grid.slurm).
+    """Train the arm in its folder, from its last checkpoint if there is one, and return the exit code."""
+    # Slurm sends SIGUSR2 to every process of a job near its time limit; the job answers by SIGTERM (mhc.grid.slurm).
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)
     parser = cli.Parser(
         description="Run one arm of a grid, as its runner does.", example="{prog} runs/topologies plain-1"

@@ -1,4 +1,4 @@
-"""Tables over a grid's folder: where each arm stands, and what the ended ones gave."""
+"""Make tables of a grid's folder: the state of each arm, and the results of those that have ended."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mhc.monitor.progress import duration
 
 
 def collect(plan: Plan, workdir: Path, out: Path) -> Counter[str]:
-    """Write one row an arm: arm, state, the fields in which arms differ, all of summary.json, a failure's last line.
+    """Write a row for each arm: name, state, the fields in which arms differ, summary.json, a failure's last line.
 
     A field that an arm does not set holds the base's value, so that the table stands alone.
 
@@ -52,7 +52,7 @@ def _value(base: Mapping[str, Mapping[str, Any]], field: str) -> Any:
 
 
 def status(plan: Plan, workdir: Path) -> tuple[list[str], Counter[str]]:
-    """(lines of a table with one row an arm, the number of arms in each state)."""
+    """Return (lines of a table with a row for each arm, the number of arms in each state)."""
     rows = [("arm", "state", "step", "loss", "tries", "time", "")]
     states: Counter[str] = Counter()
     for arm in plan.arms:
@@ -82,7 +82,7 @@ def status(plan: Plan, workdir: Path) -> tuple[list[str], Counter[str]]:
 
 
 def table(rows: Sequence[Sequence[str]], right: Iterable[int] = ()) -> list[str]:
-    """Rows as lines of aligned columns; those whose number is in ``right`` are set flush right."""
+    """Return rows as lines of aligned columns; columns whose number is in ``right`` are set flush right."""
     right = set(right)
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
 
@@ -94,5 +94,5 @@ def table(rows: Sequence[Sequence[str]], right: Iterable[int] = ()) -> list[str]
 
 
 def count_words(states: Mapping[str, int]) -> str:
-    """``7 finished, 2 failed``, in the order of STATES."""
+    """Return the numbers of arms as in ``7 finished, 2 failed``, in the order of STATES."""
     return ", ".join(f"{states[state]} {state}" for state in STATES if states.get(state))

@@ -1,4 +1,4 @@
-"""What each of several arms on one machine may use: an accelerator of its own, or its share of the cores."""
+"""Share a machine out among several arms: an accelerator for each, or a share of the cores."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mhc.errors import UserError
 
 @dataclasses.dataclass(frozen=True)
 class Slot:
-    """A place for one arm at a time."""
+    """Describes a place for one arm at a time."""
 
     environment: Mapping[str, str] = dataclasses.field(default_factory=dict)
     devices: tuple[str, ...] = ()
@@ -23,7 +23,7 @@ class Slot:
 
 
 def accelerators(environment: Mapping[str, str]) -> list[str]:
-    """The accelerators of this machine that jax would use, found without loading it: cuda:0, tpu:3, …"""
+    """Return the accelerators that jax would use on this machine, found without loading it: cuda:0, tpu:3, …"""
     platforms = [name for name in environment.get("JAX_PLATFORMS", "").split(",") if name]
 
     def wanted(*names: str) -> bool:
@@ -31,9 +31,9 @@ def accelerators(environment: Mapping[str, str]) -> list[str]:
 
     if wanted("tpu") and importlib.util.find_spec("libtpu"):
         chips = len(glob.glob("/dev/accel[0-9]*") or glob.glob("/dev/vfio/[0-9]*"))
-        found = _visible(environment.get("TPU_VISIBLE_CHIPS"), chips)
-        if found:
-            return [f"tpu:{chip}" for chip in found]
+        visible = _visible(environment.get("TPU_VISIBLE_CHIPS"), chips)
+        if visible:
+            return [f"tpu:{chip}" for chip in visible]
     plugins = any(importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in (12, 13))
     if wanted("cuda", "gpu") and plugins:
         return [
@@ -44,7 +44,7 @@ def accelerators(environment: Mapping[str, str]) -> list[str]:
 
 
 def _visible(listed: str | None, count: int) -> list[str]:
-    """The devices that a variable lists, all where it is not set; an empty or negative entry ends the list."""
+    """Return the devices that a variable lists, or all if it is not set; an empty or negative entry ends the list."""
     if listed is None:
         return [str(number) for number in range(count)]
     names: list[str] = []
@@ -56,15 +56,16 @@ def _visible(listed: str | None, count: int) -> list[str]:
 
 
 def slots(jobs: int | None, devices: list[str], cores: list[int]) -> list[Slot]:
-    """One slot an arm at a time.
+    """Return a slot for each arm that runs at a time.
 
-    One job has the machine to itself. Several get an accelerator each; without any, equal shares of the cores.
+    One job has the whole machine. Several jobs get an accelerator each, or equal shares of the cores if there is none.
 
     Args:
-        jobs: how many; None: one an accelerator, or one.
+        jobs: the number of slots; None for one an accelerator, or one.
         devices: the accelerators of the machine, as of ``accelerators``.
         cores: numbers of the cores that this process may use.
-    Raises: UserError for more jobs than accelerators, where there are any.
+    Raises:
+        UserError: there are more jobs than accelerators.
     """
     jobs = jobs or max(1, len(devices))
     if jobs == 1:
@@ -91,5 +92,5 @@ def _pinned(device: str) -> dict[str, str]:
 
 
 def own_cores() -> list[int]:
-    """The cores that this process may use; [] where the system does not tell."""
+    """Return the cores that this process may use; [] if the system does not tell."""
     return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []

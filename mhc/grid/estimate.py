@@ -1,4 +1,4 @@
-"""What a grid would cost, from shapes alone: nothing is compiled, and no parameter is allocated."""
+"""Estimate the cost of a grid from shapes alone: nothing is compiled, and no parameter is allocated."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _SHAPELESS = {
 
 @dataclasses.dataclass(frozen=True)
 class Cost:
-    """Of one arm."""
+    """Holds the cost of one arm."""
 
     params: int
     tokens: int
@@ -36,36 +36,36 @@ class Cost:
     """Matrix FLOPs of the whole training, as of mhc.model.flops; recomputation under remat is not counted."""
     device_hours: float
     checkpoint_bytes: int
-    """Of one checkpoint: parameters, optimiser state and counters, uncompressed."""
+    """Bytes of one checkpoint: parameters, optimiser state and counters, uncompressed."""
     kept_bytes: int
-    """Of all checkpoints that are kept at the end."""
+    """Bytes of all checkpoints that are kept at the end."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Speed:
-    """How fast a device is assumed to train."""
+    """Says how fast a device is assumed to train."""
 
     tokens_per_second: float | None
-    """Of one device, measured; None: FLOPs over mfu × peak."""
+    """Tokens per second of one device, measured; None: FLOPs over mfu × peak."""
     chip: str
     mfu: float
     peak: float
     """FLOP/s of the chip."""
 
     def words(self) -> str:
-        """The assumption, for the user."""
+        """Return the assumption in words."""
         if self.tokens_per_second is not None:
             return f"{self.tokens_per_second:,.0f} tokens/s a device, as given"
         return f"{self.mfu:.0%} of the {self.peak / 1e12:,.0f} TFLOP/s (bfloat16, dense) of one {self.chip}"
 
     def hours(self, flops: float, tokens: int) -> float:
-        """Device-hours."""
+        """Return the device-hours of a training."""
         seconds = tokens / self.tokens_per_second if self.tokens_per_second else flops / (self.mfu * self.peak)
         return seconds / 3600
 
 
 def speed(tokens_per_second: float | None, chip: str, mfu: float) -> Speed:
-    """The Speed of the command line's options. Raises UserError for an unknown chip or a value out of range."""
+    """Return the Speed of the command line's options. Raises UserError for an unknown chip or a value out of range."""
     if chip not in PEAK_FLOPS:
         known = ", ".join(PEAK_FLOPS)
         raise UserError(f"--chip: given {chip!r}, allowed: one of {known}{did_you_mean(chip, PEAK_FLOPS)}")
@@ -77,7 +77,7 @@ def speed(tokens_per_second: float | None, chip: str, mfu: float) -> Speed:
 
 
 def costs(plan: Plan, assumed: Speed) -> dict[str, Cost]:
-    """The Cost of every arm. Raises UserError where a tokeniser cannot be read or does not fit."""
+    """Return the Cost of every arm. Raises UserError where a tokeniser cannot be read or does not fit."""
     import jax
 
     from mhc.data import tokenizers
@@ -112,7 +112,7 @@ def _shape_key(config: Config) -> str:
 
 @functools.cache
 def _sizes(key: str) -> tuple[int, int, int]:
-    """(parameters, FLOPs of a token, bytes of a checkpoint) of a resolved config."""
+    """Return (parameters, FLOPs of a token, bytes of a checkpoint) for a resolved config."""
     import jax
 
     from mhc.model.flops import flops_per_token

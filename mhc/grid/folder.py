@@ -1,8 +1,8 @@
-"""An arm's folder: the run that it holds, who runs it now, and how its attempts ended.
+"""Keep an arm's folder: the run that it holds, who runs it now, and how its attempts ended.
 
-Beside the run's own files an arm has ``arm.json`` (the record of its latest attempt), ``arm.log`` (what its processes
-printed) and ``.claim``, which is locked as long as somebody runs the arm. A process that runs an arm inherits the lock
-from the one that started it, so that the claim outlives a killed runner exactly as long as the orphan does.
+Beside the run's own files an arm has ``arm.json`` (the record of its latest attempt), ``arm.log`` (the output of its
+processes) and ``.claim``, which is locked as long as a process runs the arm. That process inherits the lock from the
+one that started it, so that the claim of a killed runner lasts exactly as long as the orphaned process.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ STATES = ("finished", "running", "submitted", "interrupted", "pending", "halted"
 LAST_LINES = 20
 
 _HALTED = 3  # the exit code of a run that its guard halted
-# Ends that something outside brought about: what is left is continued, not reported as the arm's failure.
+# Exit codes of a run that was ended from outside: it is continued, and not reported as a failure of the arm.
 _STOPPED = {-signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP, 128 + signal.SIGINT, 128 + signal.SIGTERM}
 _STOPPED |= {full_disk.EXIT_CODE}
 
 
 class Claim:
-    """The right to run an arm, held against every other process, also on other machines where the file system locks."""
+    """Holds the right to run an arm against every other process, on other machines too if the file system locks."""
 
     def __init__(self, file: io.TextIOWrapper):
         self._file = file
 
     @classmethod
     def take(cls, folder: Path) -> Claim | None:
-        """The claim on the arm in a folder, which is made where missing; None where somebody has it."""
+        """Return the claim on the arm in a folder, made if missing; None if another process has it."""
         folder.mkdir(parents=True, exist_ok=True)
         file = (folder / CLAIM).open("a")
         for path in (None, folder / ".lock"):  # .lock: a run that was started without a grid
@@ -56,7 +56,7 @@ class Claim:
         return cls(file)
 
     def fileno(self) -> int:
-        """The descriptor whose inheritance keeps the claim."""
+        """Return the descriptor; a process that inherits it keeps the claim."""
         return self._file.fileno()
 
     def __enter__(self) -> Claim:
@@ -73,7 +73,7 @@ class Claim:
 
 
 def _lock(what: io.TextIOWrapper | Path) -> bool:
-    """Lock an open file for good, or try the lock of a path; False where another process has it."""
+    """Lock an open file for good, or try the lock of a path; return False if another process has it."""
     if isinstance(what, Path):
         if not what.is_file():
             return True
@@ -89,7 +89,7 @@ def _lock(what: io.TextIOWrapper | Path) -> bool:
 
 
 def claimed(folder: Path) -> bool:
-    """Whether somebody runs the arm in a folder now."""
+    """Return whether a process runs the arm in a folder now."""
     if not (folder / CLAIM).is_file():
         return False
     with (folder / CLAIM).open("a") as file:
@@ -103,23 +103,23 @@ def claimed(folder: Path) -> bool:
 
 
 def record(folder: Path) -> dict[str, Any]:
-    """What arm.json says of the latest attempt; {} where there was none."""
+    """Return the record of the latest attempt, from arm.json; {} if there was none."""
     return read_json(folder / RECORD) if (folder / RECORD).is_file() else {}
 
 
 def begun(folder: Path) -> bool:
-    """Whether an arm has been attempted."""
+    """Return whether an arm has been attempted."""
     return (folder / "config.json").is_file() or (folder / RECORD).is_file()
 
 
 def finished(folder: Path, steps: int) -> bool:
-    """Whether a run ended by itself after at least so many steps."""
+    """Return whether a run ended by itself after at least ``steps`` steps."""
     ended = summary(folder)
     return ended.get("exit_reason") == "finished" and ended.get("steps", 0) >= steps
 
 
 def summary(folder: Path) -> dict[str, Any]:
-    """What a run's summary.json says; {} where there is none, or none that can be read."""
+    """Return a run's summary.json; {} if there is none that can be read."""
     try:
         return read_json(folder / "summary.json")
     except UserError:
@@ -127,24 +127,24 @@ def summary(folder: Path) -> dict[str, Any]:
 
 
 def settled(folder: Path, steps: int) -> str:
-    """The state of an arm that nobody runs: one of STATES but ``running``."""
+    """Return the state of an arm that no process runs: one of STATES but ``running``."""
     last = record(folder).get("state")
     if finished(folder, steps):
         return "finished"
     if last == "running" and summary(folder).get("exit_reason") == "halted":
-        return "halted"  # an orphan's end, which no runner recorded
+        return "halted"  # an orphaned process ended, and no runner recorded it
     if last in ("failed", "halted", "submitted"):
         return str(last)
     return "interrupted" if begun(folder) else "pending"
 
 
 def state(folder: Path, steps: int) -> str:
-    """The state of an arm: one of STATES."""
+    """Return the state of an arm: one of STATES."""
     return "running" if claimed(folder) else settled(folder, steps)
 
 
 def last_metrics(folder: Path) -> dict[str, Any]:
-    """The last whole record of metrics.jsonl; {} where there is none. Reads the end of the file alone."""
+    """Return the last whole record of metrics.jsonl, {} if there is none. Only the end of the file is read."""
     path = folder / "metrics.jsonl"
     if not path.is_file():
         return {}
@@ -153,15 +153,15 @@ def last_metrics(folder: Path) -> dict[str, Any]:
         lines = file.read().split(b"\n")
     for line in reversed(lines):
         with contextlib.suppress(ValueError, RecursionError):
-            found = json.loads(line)
-            if isinstance(found, dict) and "step" in found:
-                return found
+            record = json.loads(line)
+            if isinstance(record, dict) and "step" in record:
+                return record
     return {}
 
 
 @dataclasses.dataclass
 class Attempt:
-    """One process that runs one arm, from ``start`` to ``end``. The claim is held in between."""
+    """Runs one arm in one process, from ``start`` to its end; the claim is held meanwhile."""
 
     name: str
     folder: Path
@@ -182,14 +182,15 @@ class Attempt:
         environment: Mapping[str, str] | None = None,
         details: Mapping[str, Any] | None = None,
     ) -> Attempt:
-        """Start the process and say so in arm.json.
+        """Start the process and record it in arm.json.
 
         Args:
-            folder: the arm's folder. claim: held on it.
-            steps: after which the arm is finished.
-            command: what to run; its output goes to arm.log.
-            environment: variables on top of this process's own.
-            details: what else arm.json says, such as the devices.
+            folder: the arm's folder.
+            steps: the number of steps after which the arm is finished.
+            claim: on the folder.
+            command: the process; its output goes to arm.log.
+            environment: variables in addition to this process's.
+            details: further entries of arm.json, such as the devices.
         """
         attempts = int(record(folder).get("attempts", 0)) + 1
         begun_at = time.time()
@@ -223,12 +224,12 @@ class Attempt:
             self.process.send_signal(signal.SIGTERM)
 
     def poll(self) -> dict[str, Any] | None:
-        """The record of the attempt once its process has ended, else None."""
+        """Return the record of the attempt if its process has ended, else None."""
         code = self.process.poll()
         return None if code is None else self._end(code)
 
     def wait(self) -> dict[str, Any]:
-        """The record, as soon as the process has ended; also for a signal handler that interrupts ``poll``."""
+        """Wait for the process to end, and return the record; a signal handler within ``poll`` may call this."""
         # Popen.wait would wait for a lock that the interrupted poll may hold.
         with contextlib.suppress(ChildProcessError):
             _, status = os.waitpid(self.process.pid, 0)
@@ -236,7 +237,7 @@ class Attempt:
         return self._end(self.process.returncode or 0)
 
     def _end(self, code: int) -> dict[str, Any]:
-        """Say in arm.json how the process ended, and give the claim up."""
+        """Record in arm.json how the process ended, and give the claim up."""
         outcome = self._outcome(code)
         note = record(self.folder) | {
             "state": outcome,

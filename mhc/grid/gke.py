@@ -1,4 +1,4 @@
-"""Writes one JobSet manifest an arm, for Kubernetes on GKE; ``kubectl apply`` submits them.
+"""Write a JobSet manifest for each arm, for Kubernetes on GKE; ``kubectl apply`` submits them.
 
 A manifest runs ``train.py`` of the project in a container image whose working directory is the project, on one host,
 with the runs on a volume. A pod that fails or is evicted is started again and continues from its checkpoint.
@@ -26,7 +26,7 @@ GRACE_SECONDS = 300  # between SIGTERM and SIGKILL, for the checkpoint
 
 @dataclasses.dataclass(frozen=True)
 class Pod:
-    """What every arm runs in."""
+    """Describes the pod that every arm runs in."""
 
     image: str
     """Container image with the project, its Python dependencies and bash; its working directory is the project's."""
@@ -37,7 +37,7 @@ class Pod:
     chips: int = 1
     """Accelerators of the pod: the whole host for TPUs."""
     topology: str | None = None
-    """Of a TPU slice of one host, such as 2x2x1."""
+    """Topology of a TPU slice of one host, such as 2x2x1."""
     restarts: int = 10
     """Times that an arm may be started again."""
 
@@ -48,14 +48,15 @@ class Pod:
 
     @property
     def tpu(self) -> bool:
-        """Whether the accelerator is a TPU."""
+        """Return whether the accelerator is a TPU."""
         return "tpu" in self.accelerator
 
 
 def command(plan: Plan, arm: str, workdir: str) -> list[str]:
-    """The train.py command that trains an arm, run in the project's root.
+    """Return the train.py command that trains an arm, run in the project's root.
 
-    Raises: UserError where the base config lies outside of the project, since an image does not have it.
+    Raises:
+      UserError: the base config lies outside of the project, so that an image does not have it.
     """
     path, colon, text = plan.base_file.partition(":")
     base = os.path.relpath(path, checkout.ROOT)
@@ -69,7 +70,7 @@ def command(plan: Plan, arm: str, workdir: str) -> list[str]:
 
 
 def manifest(plan: Plan, arm: str, pod: Pod) -> dict[str, Any]:
-    """The JobSet of an arm."""
+    """Return the JobSet of an arm."""
     grid = re.sub(r"[^A-Za-z0-9._-]", "-", plan.name)
     if pod.tpu:
         resource = "google.com/tpu"
@@ -83,7 +84,7 @@ def manifest(plan: Plan, arm: str, pod: Pod) -> dict[str, Any]:
     container = {
         "name": "train",
         "image": pod.image,
-        # train.py exits with 0 also when it was told to go and saved, which Kubernetes would take for the arm's end.
+        # train.py also exits with 0 when it was told to stop and saved, which Kubernetes would take for the arm's end.
         "command": ["bash", "tpu/worker.sh", "pod", "--workdir", workdir, "--", *command(plan, arm, workdir)],
         "resources": {"limits": {resource: pod.chips}},
         "volumeMounts": [{"name": "runs", "mountPath": MOUNT}],
@@ -95,7 +96,7 @@ def manifest(plan: Plan, arm: str, pod: Pod) -> dict[str, Any]:
         "containers": [container],
         "volumes": [{"name": "runs", "persistentVolumeClaim": {"claimName": pod.claim}}],
     }
-    # A user's mistake (2) or the guard's halt (3) would only come again; anything else is worth a restart.
+    # A user's mistake (2) or the guard's halt (3) would happen again; anything else is worth a restart.
     final = {"containerName": "train", "operator": "In", "values": [2, 3]}
     job = {
         "parallelism": 1,
@@ -123,7 +124,7 @@ def manifest(plan: Plan, arm: str, pod: Pod) -> dict[str, Any]:
 
 
 def object_name(grid: str, arm: str) -> str:
-    """The name of an arm's JobSet: lower case, unique, at most 40 characters (its pods' names add to it)."""
+    """Return the name of an arm's JobSet: lower case, unique, at most 40 characters, to which its pods' names add."""
     return f"{_slug(f'{grid}-{arm}', 31)}-{hashlib.sha256(f'{grid}/{arm}'.encode()).hexdigest()[:8]}"
 
 
@@ -138,7 +139,7 @@ def _text(value: Any) -> str:
 
 
 def documents(plan: Plan, arms: Iterable[str], pod: Pod) -> dict[str, str]:
-    """The manifest of each arm as YAML text, by arm."""
+    """Return {arm: its manifest as YAML text}."""
     return {arm: "\n".join(_yaml(manifest(plan, arm, pod))) + "\n" for arm in arms}
 
 
@@ -162,7 +163,7 @@ def write(plan: Plan, arms: Iterable[str], pod: Pod, workdir: Path) -> list[Path
 
 
 def _yaml(value: Mapping[str, Any], indent: str = "") -> list[str]:
-    """Lines of block-style YAML of mappings, lists and scalars; strings are quoted as in JSON, which YAML contains."""
+    """Return lines of block-style YAML for mappings, lists and scalars; strings are quoted as in JSON."""
     lines: list[str] = []
     for key, item in value.items():
         if isinstance(item, Mapping):

@@ -1,4 +1,4 @@
-"""Runs the arms of a grid as processes of this machine, a few at a time."""
+"""Run the arms of a grid as processes of this machine, a few at a time."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 def train_command(workdir: Path, arm: str) -> list[str]:
-    """The process that trains an arm."""
+    """Return the command that trains an arm."""
     return [sys.executable, "-m", "mhc.grid.child", str(workdir), arm]
 
 
 def environment(workdir: Path) -> dict[str, str]:
-    """Variables for every arm: where this package is found, and where arms share what they compile.
+    """Return variables for every arm: where this package is found, and where arms share what they compile.
 
-    Arms that differ in their seeds alone run the same programs; an own choice of the user's stays.
+    Arms that differ in their seeds alone run the same programs. Variables that the user has set stay.
     """
     package = [str(checkout.ROOT)] if checkout.exists() else []  # an installed one is found as it is here
     path = os.pathsep.join(entry for entry in (*package, os.environ.get("PYTHONPATH", "")) if entry)
@@ -47,8 +47,8 @@ def environment(workdir: Path) -> dict[str, str]:
 class Runner:
     """Runs arms until each is finished, or has failed, halted or been interrupted once.
 
-    An arm that another process runs is left to it and waited for; if it stops unfinished and without a failure, it is
-    continued here.
+    The runner waits for an arm that another process runs. If that process stops, without a failure and before the end,
+    the arm is continued here.
     """
 
     def __init__(
@@ -62,28 +62,33 @@ class Runner:
         command: Command = train_command,
         say: Say,
     ):
-        """Args:
-        workdir: folder of the grid.
-        arms: steps of each arm by name, in the order in which they start.
-        slots: places for arms, one arm each at a time.
-        retry: arms that run although their last attempt failed or was halted.
-        sources: of arms that start when another one has finished: its name and steps.
-        command: the process of an arm in a grid's folder.
-        say: takes a line for the user.
+        """Take the arms, and start nothing yet.
+
+        Args:
+          workdir: folder of the grid.
+          arms: steps of each arm by name, in the order in which they start.
+          slots: places for arms, each for one arm at a time.
+          retry: arms that run although their last attempt failed or was halted.
+          sources: name and steps of the arm that must have finished before an arm starts, by that arm.
+          command: gives the command of an arm in a grid's folder.
+          say: takes a line for the user.
         """
         self.workdir, self.arms, self.slots = workdir, arms, slots
         self.retry, self.command, self._say = set(retry), command, say
         self.sources = sources or {}
         self.running: dict[int, Attempt] = {}  # by slot
         self.attempted: set[str] = set()
-        self.waited: set[str] = set()  # arms not started for the time being, or at all, that were told to the user
+        self.waited: set[str] = set()  # arms that wait or cannot start, which the user was told
         self.asked, self.signal = 0, 0  # signals received, and the last one
         self.told = 0  # signals passed on
         self.full: str | None = None  # the line of a full disk: no further arm is started
 
     def run(self) -> int:
-        """Run them. Returns 0 where all finished or were halted by the guard, 1 where not, 128 + signal after one, and
-        `full_disk.EXIT_CODE` where the disk is full: then no further arm is started, and those that run end."""
+        """Run the arms, and return the exit code.
+
+        It is 0 if all finished or were halted by the guard, 1 if not, 128 + the signal after a signal, and
+        `full_disk.EXIT_CODE` if the disk is full: then no further arm is started, and those that run end.
+        """
         with self._signals():
             while True:
                 self._reap()
@@ -103,12 +108,12 @@ class Runner:
         return 0 if ends <= {"finished", "halted"} else 1
 
     def say(self, line: str) -> None:
-        """Tell the user a line; that nobody hears it any more stops no arm."""
+        """Tell the user a line. If nobody reads it any more, the arms run on."""
         with contextlib.suppress(OSError, ValueError, stdio.ClosedPipe):
             self._say(line)
 
     def _fill(self) -> bool:
-        """Start an arm in every free slot. Returns whether an arm is left to run or to wait for."""
+        """Start an arm in every free slot, and return whether an arm is left to run or to wait for."""
         taken = self._taken_devices()
         left = False
         for arm, steps in self.arms.items():
@@ -134,14 +139,14 @@ class Runner:
         return left
 
     def _ready(self, arm: str) -> bool:
-        """Whether an arm has all that it starts from."""
+        """Return whether the arm that an arm starts from, if any, has finished."""
         if arm not in self.sources:
             return True
         source, steps = self.sources[arm]
         return folders.finished(self.workdir / source, steps) and not folders.claimed(self.workdir / source)
 
     def _awaited(self, arm: str) -> bool:
-        """Whether the source of an arm that is not ready may still finish; the user is told where not."""
+        """Return whether the source of an arm that is not ready may still finish; tell the user if not."""
         source, steps = self.sources[arm]
         to_come = source in self.arms and source not in self.attempted and not self._ended(source, steps)
         running = any(attempt.name == source for attempt in self.running.values())
@@ -157,7 +162,7 @@ class Runner:
         return self._ready(arm) or self._awaited(arm)
 
     def _done(self, arm: str, steps: int) -> bool:
-        """Whether nothing is left to do for an arm, nor anybody doing it."""
+        """Return whether nothing is left to do for an arm, and no process runs it."""
         return self._ended(arm, steps) and not folders.claimed(self.workdir / arm)
 
     def _ended(self, arm: str, steps: int) -> bool:
@@ -200,7 +205,7 @@ class Runner:
         self.running[number] = attempt
 
     def _taken_devices(self) -> set[str]:
-        """Accelerators of this machine on which arms of this grid run that are not ours: orphans of a killed runner."""
+        """Return the accelerators of this machine that orphaned arms of a killed runner use."""
         taken: set[str] = set()
         if any(slot.devices for slot in self.slots):
             ours = {attempt.folder for attempt in self.running.values()}
@@ -226,7 +231,7 @@ class Runner:
             self.say(f"{words} [{done}/{len(self.arms)} finished]")
 
     def _stop(self) -> None:
-        """Pass a signal on: after the first arms save and end, a second one interrupts them."""
+        """Pass a signal on: with the first one arms save and end, a second one interrupts them."""
         if self.told < self.asked:
             if self.told == 0 and self.running:
                 names = ", ".join(attempt.name for attempt in self.running.values())

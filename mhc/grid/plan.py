@@ -1,7 +1,7 @@
-"""The plan of a grid: a grid file read and checked, and its record in the grid's folder.
+"""Plan a grid: read and check a grid file, and record the plan in the grid's folder.
 
-``grid.json`` holds the base config with what the command line changed in it, and what each arm changes. Arms are run
-from there, so that an edit of a file while a grid runs does not slip into half of its arms.
+``grid.json`` holds the base config as the command line changed it, and what each arm changes. Arms run from that file,
+so that an edit of a config while a grid runs does not change half of its arms.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ FILE = cli.GRID
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """A valid grid: every arm gives a valid config, and every name is taken once."""
+    """Holds a valid grid: every arm has a valid config and a name of its own."""
 
     name: str
-    """Which grid this is: the grid file without folder and ending, and the text after it."""
+    """The name of the grid: the grid file without folder and ending, and the text after it."""
     base_file: str
     """The config file of the base, absolute, perhaps with ``:text``; GKE jobs read it again."""
     overrides: Mapping[str, Any]
@@ -42,22 +42,22 @@ class Plan:
     """What each arm changes, by its name."""
 
     def config(self, arm: str) -> Config:
-        """The Config of an arm. Raises UserError, naming the arm, where its fields do not go together."""
-        if arm not in self._made:
+        """Return the Config of an arm. Raises UserError, which names the arm, for fields that contradict each other."""
+        if arm not in self._configs:
             try:
-                self._made[arm] = _with(self.base, self.arms[arm])
+                self._configs[arm] = _with(self.base, self.arms[arm])
             except UserError as error:
                 raise UserError(f"arm {arm}: {error}") from None
-        return self._made[arm]
+        return self._configs[arm]
 
     def source(self, arm: str) -> tuple[str, int] | None:
-        """(name, step) of the arm that an arm branches from; None: it does not."""
+        """Return (name, step) of the arm that an arm branches from; None if it does not."""
         return source_of(self.arms[arm])
 
     def placed(self, arm: str, workdir: Path) -> Config:
-        """The Config of an arm in the grid's folder, where what it branches from lies there too.
+        """Return the Config of an arm in the grid's folder, with the path of the arm that it branches from.
 
-        A run that has begun keeps the path that it was begun with, so that a grid's folder may move.
+        A run that has begun keeps the path that it began with, so that the folder of a grid may move.
         """
         config, source = self.config(arm), self.source(arm)
         if source is None:
@@ -68,19 +68,20 @@ class Plan:
         return dataclasses.replace(config, train=dataclasses.replace(config.train, init_from=path))
 
     @functools.cached_property
-    def _made(self) -> dict[str, Config]:
+    def _configs(self) -> dict[str, Config]:
         return {}
 
 
 def load(path: str, arguments: Sequence[str], parser: cli.Parser | None = None) -> Plan:
-    """The plan of a grid file and the overrides on the command line.
+    """Return the plan of a grid file with the overrides of the command line.
 
     Args:
         path: a Python file with ``get_grid() -> Grid``; ``file.py:text`` calls ``get_grid(text)``.
-        arguments: what the parser left over: ``--config.group.field=value``, for every arm.
-        parser: that of the program, for messages; None: the caller is no program.
-    Raises: UserError for a file that cannot be loaded, two arms of one name, an invalid arm, or an override of a field
-        in which the arms differ.
+        arguments: the rest of the command line: ``--config.group.field=value``, for every arm.
+        parser: of the program, for messages; None if the caller is no program.
+    Raises:
+        UserError: the file cannot be loaded, two arms have one name, an arm is invalid, or an override sets a field in
+            which the arms differ.
     """
     with options_unknown() as unknown:
         grid = _run_grid_file(path)
@@ -104,20 +105,20 @@ def load(path: str, arguments: Sequence[str], parser: cli.Parser | None = None) 
         for field in fields:
             if any(argument.lstrip("-").partition("=")[0] == f"config.{field}" for argument in arguments):
                 raise UserError(f"--config.{field}: the arms of {file} set this field themselves; change it there")
-        # As the config holds them: an int given for a float field is the same arm.
+        # Values as the config holds them: an int that is given for a float field makes the same arm.
         exact = {field: configs.value_of(config, field) for field in fields}
         name = name_of(exact)
-        # Folders of some file systems do not tell a from A.
+        # Some file systems do not distinguish upper and lower case.
         if name.lower() in spelled:
             raise UserError(f"grid file {file}: two arms are named {name}; their fields are the same: {_words(exact)}")
         spelled[name.lower()] = name
         arms[name] = exact
     if not arms:
         raise UserError(f"grid file {file}: get_grid() gives no arm")
-    made = Plan(Path(file).stem + colon + text, base_file, overrides, tree, arms)
+    plan = Plan(Path(file).stem + colon + text, base_file, overrides, tree, arms)
     for name in arms:
-        _check_source(made, name, f"grid file {file}: arm {name}")
-    return made
+        _check_source(plan, name, f"grid file {file}: arm {name}")
+    return plan
 
 
 def _check_source(plan: Plan, arm: str, where: str) -> None:
@@ -157,7 +158,7 @@ def _words(fields: Arm) -> str:
 
 
 def _run_grid_file(path: str) -> Grid:
-    """Return what the file's get_grid gives. Raises UserError with file and line for whatever goes wrong in it."""
+    """Return the grid of a file's get_grid. Raises UserError with file and line for whatever goes wrong in it."""
     file = path.partition(":")[0]
     ready = (checkout.ROOT / "configs" / "grids").glob("*.py")
     near = {str(entry) for entry in Path(file).parent.glob("*.py")} | {os.path.relpath(entry) for entry in ready}
@@ -172,12 +173,13 @@ def _run_grid_file(path: str) -> Grid:
 
 
 def read(workdir: Path) -> Plan:
-    """The plan that a grid's folder holds. Raises UserError where there is none."""
+    """Return the plan in a grid's folder. Raises UserError where there is none."""
     if not (workdir / FILE).is_file():
         raise UserError(f"{workdir}: no grid here (it has no {FILE}); `run` makes one")
     stored = read_json(workdir / FILE)
     if stored.keys() != {field.name for field in dataclasses.fields(Plan)}:
         raise UserError(f"{workdir / FILE}: not the plan of a grid, or one of another version")
+    python_files.look_beside(stored["base_file"].partition(":")[0])
     try:
         configs.load_kinds(stored["base"])
     except ModuleError as error:
@@ -186,7 +188,7 @@ def read(workdir: Path) -> Plan:
 
 
 def store(plan: Plan, workdir: Path) -> Plan:
-    """Put a plan into a grid's folder, made where missing. Arms that the folder has already stay in it.
+    """Put a plan into a grid's folder, which is made if missing. Arms that the folder already has stay in it.
 
     Returns:
         The plan as stored: the new arms and those that only the folder knows.
@@ -220,7 +222,8 @@ def _check_same(old: Plan, new: Plan, workdir: Path) -> None:
 
 @contextlib.contextmanager
 def _locked(workdir: Path) -> Iterator[None]:
-    """One writer of grid.json at a time; where the file system has no locks, whoever writes last."""
-    with (workdir / ".grid.lock").open("a") as file, contextlib.suppress(OSError):
-        fcntl.flock(file, fcntl.LOCK_EX)
+    """Let one process at a time write grid.json. On a file system without locks the last one to write wins."""
+    with (workdir / ".grid.lock").open("a") as file:
+        with contextlib.suppress(OSError):
+            fcntl.flock(file, fcntl.LOCK_EX)
         yield

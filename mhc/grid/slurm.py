@@ -1,4 +1,4 @@
-"""Submits the arms of a grid to Slurm through submitit: one job an arm, requeued at its time limit and when preempted.
+"""Submit the arms of a grid to Slurm through submitit: a job for each arm, requeued at its time limit and if preempted.
 
 The grid's folder has to lie on a file system that the nodes share.
 """
@@ -21,19 +21,19 @@ from mhc.grid.local import Command, Say, environment, train_command
 
 JOB = ".job.json"
 LOGS = ".slurm"
-SAVE_SECONDS = 180  # before the time limit, for the step in hand and the checkpoint
-REQUEUES = 1000  # time limits that one arm may outlast
+SAVE_SECONDS = 180  # before the time limit, for the current step and the checkpoint
+REQUEUES = 1000  # the most time limits that one arm may reach
 
 
 class ArmJob:
-    """What a job runs: one attempt of one arm. Jobs of an arm that is finished or runs elsewhere end at once."""
+    """Runs one attempt of one arm as a job. It ends at once if the arm is finished or runs elsewhere."""
 
     def __init__(self, workdir: Path, arm: str, steps: int, command: Command = train_command):
         self.workdir, self.arm, self.steps, self.command = workdir, arm, steps, command
         self.attempt: Attempt | None = None
 
     def __call__(self) -> str:
-        """Runs the arm; returns its state."""
+        """Run the arm, and return its state."""
         folder = self.workdir / self.arm
         claim = Claim.take(folder)
         if claim is None:
@@ -57,7 +57,7 @@ class ArmJob:
         return str(note["state"])
 
     def checkpoint(self) -> Any:
-        """Called by submitit before the time limit and when preempted: save, end, and ask to be queued again."""
+        """Save, end, and ask to be queued again; submitit calls this before the time limit and when preempted."""
         if self.attempt is not None:
             self.attempt.stop()
             note = self.attempt.wait()
@@ -70,14 +70,14 @@ class ArmJob:
 
 
 def queued_jobs() -> set[str]:
-    """The ids of the user's jobs that wait or run. Raises UserError where Slurm does not answer."""
+    """Return the ids of the user's jobs that wait or run. Raises UserError where Slurm does not answer."""
     try:
         done = subprocess.run(
             ["squeue", "--me", "--noheader", "--format=%A"], capture_output=True, text=True, check=True
         )
     except (OSError, subprocess.CalledProcessError) as error:
-        said = getattr(error, "stderr", None) or str(error)
-        raise UserError(f"--launcher slurm: squeue does not answer: {said}") from None
+        reason = getattr(error, "stderr", None) or str(error)
+        raise UserError(f"--launcher slurm: squeue does not answer: {reason}") from None
     return set(done.stdout.split())
 
 
@@ -95,8 +95,9 @@ def submit(
     """Submit a job for each arm that is neither finished nor submitted, and return without waiting.
 
     Args:
-        workdir: folder of the grid. arms: steps of each arm by name.
-        parameters: of ``submitit.AutoExecutor.update_parameters``.
+        workdir: folder of the grid.
+        arms: steps of each arm by name.
+        parameters: those of ``submitit.AutoExecutor.update_parameters``.
         retry: arms to submit although their last attempt failed or was halted.
         cluster: slurm, or submitit's local and debug for trying it out.
         queued: the ids of jobs that wait or run.

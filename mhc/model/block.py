@@ -15,6 +15,7 @@ from mhc.model.edits import Edits
 from mhc.model.layers import Mlp, Sublayer
 from mhc.model.memory import Memory
 from mhc.model.moe import Moe
+from mhc.residual import contract
 from mhc.residual.protocol import Connection, Context, ResidualTopology, State
 from mhc.rng import PathKey
 
@@ -61,7 +62,9 @@ def build_topology(config: Config, key: PathKey) -> ResidualTopology:
     fields = config.residual.flat()
     kind = fields["kind"]
     options = {name: fields[name] for name in residual.protocol.options(kind) if name in fields}
-    return residual.build(kind, config.model.width, rngs=key, sublayers=2 * config.model.layers, **options)
+    topology = residual.build(kind, config.model.width, rngs=key, sublayers=2 * config.model.layers, **options)
+    contract.check(kind, topology, config.model.width, dtype=config.model.dtype, stacked=True)
+    return topology
 
 
 def laid_out(topology: ResidualTopology, state: State, shape: tuple[int, ...]) -> State:

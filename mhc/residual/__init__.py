@@ -1,4 +1,4 @@
-"""Residual topologies: the plain residual, Hyper-Connections, and manifold-constrained Hyper-Connections.
+"""Define the residual topologies: plain, Hyper-Connections, and manifold-constrained Hyper-Connections.
 
 Needs jax and flax only. ``HyperConnection`` wraps a sublayer of any model; ``functional`` holds the maths; ``build``
 gives a whole topology by its kind, as a decoder wants it; ``register`` adds a kind.
@@ -6,6 +6,7 @@ gives a whole topology by its kind, as a decoder wants it; ``register`` adds a k
 
 from mhc.kinds import Kind, Option, Parameter
 from mhc.residual import functional
+from mhc.residual.elsewhere import KindError
 from mhc.residual.functional import Gains, Maps
 from mhc.residual.mixing import Mixing
 from mhc.residual.protocol import Connection, ResidualTopology, build, kinds, register
@@ -18,6 +19,7 @@ __all__ = [
     "Gains",
     "HyperConnection",
     "Kind",
+    "KindError",
     "ManifoldRunner",
     "Maps",
     "Mixing",

@@ -1,4 +1,4 @@
-"""What a residual topology is to a decoder, and how one is built.
+"""Define what a residual topology is to a decoder, and how one is built.
 
 A decoder does, and knows no more than this:
 
@@ -29,6 +29,7 @@ from mhc.errors import UserError, did_you_mean
 from mhc.kernels.checks import is_whole
 from mhc.kinds import Kind
 from mhc.residual.arrays import check_count
+from mhc.residual.elsewhere import KindError, blamed, name_of
 from mhc.residual.functional import Maps
 from mhc.residual.runner import Runner
 from mhc.rng import PathKey
@@ -38,7 +39,7 @@ Context = Any
 
 
 class Connection(nnx.Module):
-    """The residual connection of one sublayer, with its own parameters."""
+    """Defines the residual connection of one sublayer, with its own parameters."""
 
     def read(self, state: State) -> tuple[jax.Array, Context]:
         """Return the sublayer's input u [..., D] and what ``write`` needs of this token's maps."""
@@ -88,7 +89,7 @@ class Connection(nnx.Module):
 
 
 class ResidualTopology(nnx.Module):
-    """A kind of residual stream: how it starts, how sublayers connect to it, how it ends."""
+    """Defines a kind of residual stream: how it starts, how sublayers connect to it, how it ends."""
 
     n: int  # streams
     owns_norm: ClassVar[bool] = False
@@ -174,8 +175,9 @@ def register(kind: Kind, builder: Builder) -> None:
 
     Args:
       kind: its name, what it allows, its options and its parameters.
-      builder: ``builder(width, *, rngs, …) -> ResidualTopology``. It is handed those of ``n``, ``init``, ``collapse``,
-        ``sublayers`` (S, the network's depth) and the kind's options that its signature names.
+      builder: ``builder(width, *, rngs, …) -> ResidualTopology``. It gets the arguments
+        that its signature names, out of ``n``, ``init``, ``collapse``, ``sublayers`` (S, the network's depth) and the
+        kind's options.
 
     Raises:
       ValueError: the name is taken, the builder does not take a declared option, or a parameter or an option is
@@ -216,8 +218,10 @@ def builder(kind: str) -> Builder:
         spec = _kinds.known().get(kind)
         if spec is None or not spec.builder:
             raise ValueError(_kinds.unknown(kind))
-        made = _kinds.referred(spec.builder)
-        _REGISTRY[kind] = functools.partial(made, mixing=_kinds.referred(spec.mixing)) if spec.mixing else made
+        constructor = _kinds.referred(spec.builder)
+        _REGISTRY[kind] = (
+            functools.partial(constructor, mixing=_kinds.referred(spec.mixing)) if spec.mixing else constructor
+        )
     return _REGISTRY[kind]
 
 
@@ -258,6 +262,7 @@ def build(
     Raises:
       ValueError: unknown kind or option, a value that an option may not hold, or a width, number of streams, preset or
         collapse that it does not have.
+      KindError: the builder of a kind from elsewhere raises, or gives no topology.
     """
     taken, spec = options(kind), _kinds.known()[kind]
     check_count("width", width)
@@ -280,4 +285,9 @@ def build(
     if sublayers is not None and not (is_whole(sublayers) and sublayers >= 1):
         raise ValueError(f"sublayers: given {sublayers!r}, allowed: an int >= 1")
     depth = {"sublayers": sublayers} if "sublayers" in taken else {}
-    return builder(kind)(width, rngs=rngs, **depth, **given)
+    make = builder(kind)
+    with blamed(kind, "its builder"):
+        topology = make(width, rngs=rngs, **depth, **given)
+    if not isinstance(topology, ResidualTopology):
+        raise KindError(f"{name_of(kind)}: its builder must give a ResidualTopology, got {type(topology).__name__}")
+    return topology

@@ -1,4 +1,4 @@
-"""One residual connection of any kind, for a sublayer of a model that is not this project's decoder."""
+"""Wrap a sublayer of a model that is not this project's decoder in one residual connection of any kind."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from mhc.kernels.checks import check_float, is_whole
+from mhc.residual import contract
+from mhc.residual.elsewhere import blamed
 from mhc.residual.functional import Maps
 from mhc.residual.linen import refuse_within, warn_of_constants
 from mhc.residual.protocol import Connection, Context, ResidualTopology, State, build
@@ -16,7 +18,7 @@ from mhc.rng import PathKey, path_key
 
 
 class HyperConnection(Connection):
-    """The connection of sublayer ``k``, with the means to begin and end the stream::
+    """Wraps sublayer ``k`` in its connection, with the means to begin and end the stream::
 
         x = first.expand(h)          # h [..., D] -> streams [..., N, D], once, before the first sublayer
         x = first(x, attention)      # any callable [..., D] -> [..., D]; its norm is its own
@@ -55,7 +57,9 @@ class HyperConnection(Connection):
         _check_number(k, sublayers)
         key = path_key(rngs)
         self.residual = build(kind, width, rngs=key / "residual", sublayers=sublayers, **options)
-        self.connection = self.residual.connection(k, rngs=key / "connection")
+        contract.check(kind, self.residual, width)
+        with blamed(kind, "`connection`"):
+            self.connection = self.residual.connection(k, rngs=key / "connection")
         self.width, self.kind = int(width), kind
         # What every state looks like is seen from one of 2 x 3 tokens: the axes of each leaf after those of the tokens.
         like = jax.eval_shape(self.residual.expand, jax.ShapeDtypeStruct((2, 3, self.width), jnp.float32))

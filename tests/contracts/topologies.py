@@ -250,7 +250,7 @@ class Sources(ResidualTopology):
 def normalised(x: jax.Array, weight: jax.Array) -> jax.Array:
     wide = x.astype(jnp.float32)
     unit = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + EPS)
-    return jnp.mean(unit * weight, axis=-2).astype(x.dtype)
+    return jnp.mean(unit * jax.lax.broadcast_to_rank(weight, x.ndim), axis=-2).astype(x.dtype)
 
 
 class NormedConnection(Connection):
@@ -264,7 +264,8 @@ class NormedConnection(Connection):
         return normalised(state, self.norm_weight[...]), state.shape[:-2]
 
     def write(self, state: jax.Array, y: jax.Array, context: Any) -> jax.Array:
-        return (state + self.inject[...][:, None] * y[..., None, :].astype(jnp.float32)).astype(state.dtype)
+        inject = jax.lax.broadcast_to_rank(self.inject[...][:, None], state.ndim)
+        return (state + inject * y[..., None, :].astype(jnp.float32)).astype(state.dtype)
 
     def maps(self, context: Any) -> None:
         return None

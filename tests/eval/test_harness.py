@@ -25,6 +25,8 @@ from tokenizers import Tokenizer as Library
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from mhc import cli
+from mhc.config import resolve
+from mhc.data.tokenizers import load as load_tokenizer
 from mhc.errors import UserError
 from mhc.eval.common import checkpoints
 from mhc.eval.common import rows as corpora
@@ -36,7 +38,7 @@ from mhc.eval.harness import tasks as harness_tasks
 from mhc.eval.harness.lm import LanguageModel, generation
 from mhc.eval.perplexity.score import score
 from tests.small import random_params
-from tests.small_runs import config, run, snapshot, write_corpus
+from tests.small_runs import config, snapshot, untrained, write_corpus
 
 WORDS = ["the", "width", "of", "a", "stream", "is", "what", "its", "norm", "mixing", "keeps", "mean", "—", "naïve"]
 
@@ -71,11 +73,11 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory, tokenizer: str) -> Path:
+    """Write a checkpoint of random weights: training leaves so small a model that hardly depends on the context."""
     folder = tmp_path_factory.mktemp("runs")
     corpus = write_corpus(folder / "texts")
-    made = config(corpus, data={"tokenizer": tokenizer}, train={"steps": 4})
-    assert run(made, folder / "a") == 0
-    return folder / "a"
+    made = resolve(config(corpus, data={"tokenizer": tokenizer}), load_tokenizer(tokenizer).vocab_size)
+    return untrained(made, random_params(made), folder / "a")
 
 
 @pytest.fixture(scope="module")
@@ -84,10 +86,8 @@ def model(trained: Path) -> LanguageModel:
 
 
 def made(checkpoint: checkpoints.Checkpoint, **options: Any) -> LanguageModel:
-    """With random weights: what training leaves of so small a model hardly depends on the context."""
-    params = random_params(checkpoint.config)
-    laid = jax.tree.map(lambda leaf, like: jax.device_put(leaf, like.sharding), params, checkpoint.params)
-    return LanguageModel(checkpoint._replace(params=laid), batch_size=4, **options)
+    """Return the harness's model of a checkpoint."""
+    return LanguageModel(checkpoint, batch_size=4, **options)
 
 
 def request(kind: str, *arguments: Any) -> Instance:

@@ -14,7 +14,7 @@ import pytest
 
 from mhc import cli
 from mhc import config as configs
-from mhc.config import Config, to_json
+from mhc.config import Config
 from mhc.errors import UserError
 from mhc.eval.common.checkpoints import Checkpoint
 from mhc.eval.regression import __main__ as regression
@@ -27,10 +27,9 @@ from mhc.eval.regression.rows import Rows
 from mhc.files import read_json
 from mhc.model.decoder import Params
 from mhc.sharding import make_mesh, path_of
-from mhc.train.checkpoint import save_weights
 from mhc.train.start import preserving
 from tests.small import initial, random_params, small
-from tests.small_runs import snapshot, write_corpus
+from tests.small_runs import snapshot, untrained, write_corpus
 
 V, LAYERS = 258, 3
 
@@ -48,13 +47,6 @@ def prompts(config: Config, count: int = len(fixed_rows.PROMPTS)) -> Rows:
     return fixed_rows.make_rows(config, fixed_rows.PROMPTS[:count], 0, config.data.sequence_length)
 
 
-def write_run(folder: Path, config: Config, params: Params) -> Path:
-    folder.mkdir()
-    (folder / "config.json").write_text(to_json(config))
-    save_weights(folder, params, config)
-    return folder
-
-
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """Run folders by kind, of random weights and a corpus of forty texts."""
@@ -65,7 +57,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
         folder = root / kind
         if not folder.exists():
             made = config_of(kind, data={"source": corpus, "cache_dir": str(root / "cache"), "holdout": 0.2})
-            write_run(folder, made, random_params(made))
+            untrained(made, random_params(made), folder)
         return folder
 
     return of
@@ -410,7 +402,7 @@ def test_a_golden_file_that_does_not_fit(runs, golden, tmp_path, capsys):
     assert "a vocabulary of 99, --checkpoint has one of 258: their logits are of other tokens" in refused(vocabulary=99)
     assert "tokeniser 0123abcd, --checkpoint has bytes-258 (bytes); allowed: the same" in refused(tokenizer="0123abcd")
     learned = config_of(positions={"kind": "learned"}, data={"sequence_length": 8})
-    other = write_run(tmp_path / "learned", learned, random_params(learned))
+    other = untrained(learned, random_params(learned), tmp_path / "learned")
     line = refusal(["--checkpoint", other, "--against", golden], capsys)
     assert "rows of 16 tokens, --checkpoint has learned positions for 8" in line
 

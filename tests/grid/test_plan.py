@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -10,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from mhc import cli
-from mhc.config import to_json
+from mhc.config import describe, to_json
 from mhc.errors import UserError
-from mhc.grid import plan
+from mhc.grid import arms, estimate, plan
 from mhc.grid.__main__ import main
 
 BASE = """from ml_collections import ConfigDict
@@ -281,3 +283,34 @@ def test_a_trunk_that_the_grid_lacks_is_told_with_the_nearest(write: Write) -> N
     other = "chain(arm({'residual.kind': 'plain'}), arm({'train.init_from': 'arm:plane@10', 'train.steps': 2}))"
     with pytest.raises(UserError, match=r"train\.init_from: no arm plane in this grid \(did you mean plain\?\)"):
         load(write(other))
+
+
+def test_short_names_and_fields_without_shapes_are_those_of_the_config() -> None:
+    """A name that no field has would never be used, and nobody would see it."""
+    named = {*arms._SHORT, *arms._DECAY, *arms._USUAL, *arms._SEEDS}
+    shapeless = {f"{group}.{field}" for group, fields in estimate._SHAPELESS.items() for field in fields}
+    for field in named | shapeless:
+        describe(field)
+
+
+def no_locks(*_: object) -> None:
+    raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+
+def test_a_plan_is_stored_on_a_file_system_without_locks(
+    write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    planned = load(write(KINDS))
+    monkeypatch.setattr(plan.fcntl, "flock", no_locks)
+    assert plan.store(planned, tmp_path / "grid").arms == plan.read(tmp_path / "grid").arms == planned.arms
+
+
+def test_an_error_while_a_plan_is_written_is_not_passed_over(
+    write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def denied(*_: object) -> None:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    monkeypatch.setattr(plan, "write_json", denied)
+    with pytest.raises(PermissionError):
+        plan.store(load(write(KINDS)), tmp_path / "grid")

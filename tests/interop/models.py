@@ -9,11 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from mhc.config import Config, to_json
 from mhc.interop import hf, safetensors, tensors
 from mhc.interop.families import FAMILIES
 from mhc.interop.tensors import Layout
-from mhc.train.checkpoint import save_weights
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 Weights = dict[str, np.ndarray]
@@ -136,13 +134,6 @@ def random_weights(raw: dict[str, Any], layout: Layout, seed: int) -> Weights:
     if raw["tie_word_embeddings"] and layout.head:
         weights["lm_head.weight"] = weights[next(iter(plan))]
     return weights
-
-
-def run_of(config: Config, params: Any, folder: Path) -> Path:
-    """A run folder that holds a model and nothing else."""
-    save_weights(folder, params, config)
-    (folder / "config.json").write_text(to_json(config))
-    return folder
 
 
 def write_folder(folder: Path, raw: dict[str, Any], weights: Weights, shards: int = 1) -> Path:

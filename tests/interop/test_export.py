@@ -31,8 +31,9 @@ from mhc.residual.manifold import ManifoldHyperConnections
 from mhc.rng import path_key
 from mhc.train.checkpoint import load_run
 from tests import small_runs
-from tests.interop.models import GOLDEN, run_of
+from tests.interop.models import GOLDEN
 from tests.small import random_params, relative_error, small
+from tests.small_runs import untrained
 
 TOKENS = np.random.default_rng(0).integers(0, 32, (2, 16))
 
@@ -226,7 +227,7 @@ METRICS = (
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An mHC run with a log of two steps, its weights anywhere."""
     config = small("mhc", residual={"iters": 3}, model={"vocab_size": 258})
-    folder = run_of(config, random_params(config), tmp_path_factory.mktemp("export") / "run")
+    folder = untrained(config, random_params(config), tmp_path_factory.mktemp("export") / "run")
     (folder / "checkpoints" / "0").rename(folder / "checkpoints" / "2")
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in METRICS))
     return folder
@@ -297,7 +298,7 @@ def test_the_special_tokens_are_named_beside_the_tokeniser(tmp_path: Path, kind:
         (tmp_path / "tokenizer_config.json").write_text(json.dumps(given))
     ours = load(spec)
     config = small("plain", model={"vocab_size": ours.vocab_size}, data={"tokenizer": spec})
-    run = run_of(config, random_params(config), tmp_path / "run")
+    run = untrained(config, random_params(config), tmp_path / "run")
     folder = export.export(run, tmp_path / "out")
     written = json.loads((folder / "tokenizer_config.json").read_text("utf-8"))
     vocabulary = Library.from_file(str(folder / "tokenizer.json")).get_vocab()
@@ -310,7 +311,7 @@ def test_the_special_tokens_are_named_beside_the_tokeniser(tmp_path: Path, kind:
 
 def test_a_plain_run_is_written_in_the_names_of_its_family(tmp_path: Path) -> None:
     config = small("plain", model={"layers": 2, "width": 16, "vocab_size": 258})
-    run = run_of(config, random_params(config), tmp_path / "run")
+    run = untrained(config, random_params(config), tmp_path / "run")
     folder = export.export(run, tmp_path / "out")
     assert not (folder / "model.py").exists()
     written = HfFolder(folder)

@@ -31,7 +31,7 @@ FACTORS = {
     "optimizer": ("adamw", "sgd"),
     "mesh": tuple(MESHES),
 }
-# For `make test`: every mesh, feed-forward and optimiser. One step of every kind on 2x2x2x1 is in tests/contracts.
+# For `make test`: every axis, feed-forward and optimiser. A step of hc and of mhc on 2x2x2x1 is in tests/contracts.
 FAST = (
     ("mhc", "moe", "sgd", "1x2x2x2"),
     ("plain", "dense", "adamw", "2x2x2x1"),

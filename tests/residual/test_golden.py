@@ -61,9 +61,10 @@ def assert_close(actual: Any, expected: np.ndarray, tolerance: float, what: str)
         assert error <= tolerance, f"{what}: relative error {error:.2e} > {tolerance:.0e}"
 
 
-@pytest.fixture(params=[False, True], ids=["float32", "float64"])
+# Float32 is held by the kernels and the modules too, which train in it: tests/residual/test_{kernels,modules}.py.
+@pytest.fixture(params=[pytest.param(False, marks=pytest.mark.product), True], ids=["float32", "float64"])
 def precision(request: pytest.FixtureRequest) -> Iterator[bool]:
-    """Whether float64 is on."""
+    """Turn float64 on or off, and return which."""
     with jax.enable_x64(request.param):
         yield request.param
 

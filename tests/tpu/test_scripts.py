@@ -27,6 +27,8 @@ from mhc.chips import TPUS
 from mhc.grid import gke
 from mhc.grid.plan import Plan
 
+pytestmark = pytest.mark.scripts
+
 yaml = pytest.importorskip("yaml")  # comes with flax
 
 TPU = Path(__file__).parents[2] / "tpu"

@@ -21,9 +21,8 @@ from mhc.train.setup import Setup
 from mhc.train.standing import Standing
 from mhc.train.step import Trainer
 from tests import small_runs
-from tests.interop.models import run_of
 from tests.small import assert_identical, by_path, random_params, relative_error, small
-from tests.small_runs import lines, tiny, write_corpus
+from tests.small_runs import lines, tiny, untrained, write_corpus
 
 PLAIN: dict[str, dict[str, Any]] = {
     "train": {"steps": 4, "batch_size": 8},
@@ -126,7 +125,7 @@ def test_with_the_optimiser_a_run_goes_on_as_if_it_had_not_stopped(corpus: str, 
 
 def test_the_same_residual_is_taken_over_with_its_maps(corpus: str, plain: Path, tmp_path: Path) -> None:
     first = small_runs.resolved(config(corpus, "identity", residual={"n": 2}))
-    run_of(first, random_params(first), tmp_path / "a")
+    untrained(first, random_params(first), tmp_path / "a")
     # init=home, of no consequence here
     made = config(corpus, "identity", train={"init_from": str(tmp_path / "a")}, residual={"n": 2})
     run = opened(made, tmp_path / "b")
@@ -245,7 +244,7 @@ def test_positions_that_the_source_does_not_have_are_one_line(
     before: dict[str, Any], after: dict[str, Any], words: str, corpus: str, tmp_path: Path
 ) -> None:
     source = small_runs.resolved(config(corpus, "plain", positions=before))
-    run_of(source, random_params(source), tmp_path / "a")
+    untrained(source, random_params(source), tmp_path / "a")
     made = config(
         corpus, "plain", positions=after, data={"sequence_length": 64}, train={"init_from": str(tmp_path / "a")}
     )
@@ -257,7 +256,7 @@ def test_positions_that_the_source_does_not_have_are_one_line(
 def test_learned_positions_that_are_long_enough_are_taken_over(corpus: str, tmp_path: Path) -> None:
     learned = {"kind": "learned", "max_length": 64}
     source = small_runs.resolved(config(corpus, "plain", positions=learned))
-    run_of(source, random_params(source), tmp_path / "a")
+    untrained(source, random_params(source), tmp_path / "a")
     made = config(
         corpus, "plain", positions=learned, data={"sequence_length": 64}, train={"init_from": str(tmp_path / "a")}
     )
@@ -406,7 +405,7 @@ def test_a_place_saved_before_it_had_the_share_held_out_is_compared_by_the_confi
 
 def test_weights_alone_have_no_place_in_the_data(corpus: str, tmp_path: Path) -> None:
     source = small_runs.resolved(config(corpus, "plain"))
-    run_of(source, random_params(source), tmp_path / "a")
+    untrained(source, random_params(source), tmp_path / "a")
     with pytest.raises(UserError, match=r"train\.init_data: .* holds weights alone"):
         opened(config(corpus, "plain", train={"init_from": str(tmp_path / "a"), "init_data": True}), tmp_path / "b")
 

@@ -31,7 +31,7 @@ from mhc.eval.perplexity import __main__ as perplexity
 from mhc.files import read_json, read_jsonl
 from tests.small_runs import config, run
 
-HERE = Path(__file__).parent / "tokenizers"
+HERE = Path(__file__).parents[1] / "tokenizers"
 WORDS = ["the", "cat", "and", "a", "dog", "of", "six", "hats"]  # of letters that all of them know
 LOSSY = ("bpe_no_unk", "unigram_unk", "wordpiece_unk")
 WHOLE = ("llama2", "unigram_no_unk")
@@ -120,7 +120,7 @@ def lossy(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
     """(source, run of two steps) where one word of nine is unknown."""
     folder = tmp_path_factory.mktemp("lossy")
     source = texts(folder / "texts", [*WORDS, "Ж"])
-    made = config(source, data={"tokenizer": LOSSY_NAME}, train={"steps": 2}, validation={"every": 2})
+    made = config(source, "plain", data={"tokenizer": LOSSY_NAME}, train={"steps": 2}, validation={"every": 2})
     said = io.StringIO()
     with contextlib.redirect_stderr(said):
         assert run(made, folder / "runs" / "text") == 0
