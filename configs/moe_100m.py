@@ -10,7 +10,7 @@ from mhc.config import default
 def get_config() -> ConfigDict:
     """Return 12 blocks of width 512 with 16 experts, of which a token takes 2, and 1 that all tokens share.
 
-    Name a corpus and a tokenizer.
+    The command line must name a corpus and a tokenizer.
     """
     config = default()
     config.model.layers = 12

@@ -1,4 +1,4 @@
-"""The bijection wind tunnel: a posterior that is known exactly (mhc.data.windtunnel, arXiv:2512.22471).
+"""Train on the bijection wind tunnel, whose exact posterior is known (mhc.data.windtunnel, arXiv:2512.22471).
 
 python train.py --config configs/windtunnel_bijection.py:laptop --workdir runs/bijection
 """
@@ -14,7 +14,10 @@ SIZES = ("paper", "laptop")
 
 
 def get_config(size: str = "paper") -> ConfigDict:
-    """``paper``: 20 symbols, 6 layers × 6 heads of width 192. ``laptop``: 8 symbols, minutes on one core."""
+    """Return a config of size ``paper`` or ``laptop``.
+
+    ``paper``: 20 symbols, 6 layers × 6 heads of width 192. ``laptop``: 8 symbols, minutes on one core.
+    """
     config = config_sizes(default(), size, paper="windtunnel:bijection", laptop="windtunnel:bijection,symbols=8")
     laptop = size == "laptop"
     config.model.layers, config.model.width, config.attention.heads = (2, 64, 4) if laptop else (6, 192, 6)

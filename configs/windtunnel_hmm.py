@@ -1,4 +1,4 @@
-"""The hidden Markov wind tunnel: a filtered posterior that is known exactly (mhc.data.windtunnel, arXiv:2512.22471).
+"""Train on the hidden Markov wind tunnel, whose filtered posterior is known (mhc.data.windtunnel, arXiv:2512.22471).
 
 python train.py --config configs/windtunnel_hmm.py:laptop --workdir runs/hmm
 """
@@ -14,7 +14,10 @@ SIZES = ("paper", "laptop")
 
 
 def get_config(size: str = "paper") -> ConfigDict:
-    """``paper``: 20 observations, 9 layers × 8 heads of width 256. ``laptop``: 10 observations, minutes on one core."""
+    """Return a config of size ``paper`` or ``laptop``.
+
+    ``paper``: 20 observations, 9 layers × 8 heads of width 256. ``laptop``: 10 observations, minutes on one core.
+    """
     config = config_sizes(default(), size, paper="windtunnel:hmm", laptop="windtunnel:hmm,observations=10")
     laptop = size == "laptop"
     config.model.layers, config.model.width, config.attention.heads = (3, 64, 4) if laptop else (9, 256, 8)

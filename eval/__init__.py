@@ -1,1 +1,1 @@
-"""Evaluation: programs that read runs and checkpoints, each started as ``python -m eval.<name>``."""
+"""Run evaluation programs that read runs and checkpoints, each started as ``python -m eval.<name>``."""

@@ -1,4 +1,4 @@
-"""Chips that a run may be trained on: how fast they are, what they hold, and the slices that are built of them."""
+"""List the chips that a run may be trained on: how fast they are, what they hold, and the slices built of them."""
 
 from __future__ import annotations
 

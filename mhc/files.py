@@ -1,4 +1,4 @@
-"""Files of JSON and of JSON lines: read, write, append, repair after a crash, replace at once.
+"""Read, write and append JSON and JSON lines, repair them after a crash, and replace files at once.
 
 A *record* is a flat mapping of names to values. Values are numbers, strings, None, arrays, lists of numbers, or
 mappings of names to numbers. JSON has no NaN, so a non-finite number is written as the string ``"NaN"``, ``"Infinity"``

@@ -1,4 +1,4 @@
-"""How arrays are laid out over the mesh: the one file that knows.
+"""Lay arrays out over the mesh; this is the one file that knows how.
 
 Axes of the mesh: ``data`` (replicas; may span slices), ``fsdp`` (parameters and optimiser state in shards), ``tensor``
 (heads, feed-forward columns, vocabulary, and the width of streams between sublayers), ``expert``. The batch is split

@@ -33,7 +33,7 @@ if "PYTEST_XDIST_WORKER" not in os.environ:  # workers have them from the proces
     _unknown = xla_options.unknown_flags(_wanted)
     os.environ["XLA_FLAGS"] = " ".join([_given, *(flag for flag in _wanted if flag not in _unknown)]).strip()
 os.environ["JAX_PLATFORMS"] = "cpu"
-os.environ["JAX_NUMPY_RANK_PROMOTION"] = "raise"  # [T, D] + [D] says that D was meant; [B, B] + [B] would not say which
+os.environ["JAX_NUMPY_RANK_PROMOTION"] = "raise"  # [B, B] + [B] would go to the columns, whatever was meant
 # Programs that tests start as subprocesses inherit these.
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parents[1] / ".jax_cache"))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")

@@ -1,1 +1,1 @@
-"""Programs for people who change this project; none is needed to use it."""
+"""Hold programs for people who change this project; none is needed to use it."""

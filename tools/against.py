@@ -80,7 +80,7 @@ AS_BEFORE: dict[str, tuple[Any, str]] = {"validation.rule": ("first", 'choices=(
 
 
 class Failed(Exception):
-    """It could not be compared, for the reason given."""
+    """Raised where the two could not be compared, for the reason given."""
 
 
 # Differences ----------------------------------------------------------------------------------------------------------
@@ -92,16 +92,16 @@ def differing(one: Any, other: Any, where: str = "") -> list[str]:
     Times are left out. Numbers of another type, arrays of another dtype or shape, and keys that one lacks differ.
     """
     if isinstance(one, Mapping) and isinstance(other, Mapping):
-        found = []
+        lines = []
         for name in dict.fromkeys([*one, *other]):
             inner = f"{where}.{name}" if where else str(name)
             if name in TIMES:
                 continue
             if name not in one or name not in other:
-                found.append(f"{inner}: only in the {'first' if name in one else 'second'}")
+                lines.append(f"{inner}: only in the {'first' if name in one else 'second'}")
             else:
-                found += differing(one[name], other[name], inner)
-        return found
+                lines += differing(one[name], other[name], inner)
+        return lines
     if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
         if len(one) != len(other):
             return [f"{where}: {len(one)} and {len(other)} entries"]
@@ -132,12 +132,12 @@ def numbers(tree: Any) -> int:
 
 def costlier(one: Mapping[str, float], other: Mapping[str, float], where: str = "") -> list[str]:
     """Return the names of costs that differ by more than `TOLERANCE` of the first, or that one lacks."""
-    found = []
+    lines = []
     for name in dict.fromkeys([*one, *other]):
         a, b = one.get(name, math.nan), other.get(name, math.nan)
         if not abs(b - a) <= TOLERANCE * abs(a):  # nor where one is NaN
-            found.append(f"{where}{name}: {a:,.0f} and {b:,.0f}")
-    return found
+            lines.append(f"{where}{name}: {a:,.0f} and {b:,.0f}")
+    return lines
 
 
 # A run's record -------------------------------------------------------------------------------------------------------
@@ -200,7 +200,7 @@ def cut(run: Path, target: Path, step: int) -> None:
 
 
 class Children:
-    """The processes that run, so that none goes on when the comparison is left."""
+    """Keeps the processes that run, so that none goes on when the comparison is left."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -230,7 +230,7 @@ class Children:
 
 
 class Side(NamedTuple):
-    """A code, and what its processes may use."""
+    """Describes a code, and what its processes may use."""
 
     root: Path  # holds mhc, configs and train.py
     caches: Path
@@ -252,8 +252,8 @@ class Side(NamedTuple):
         job = {"root": str(self.root), **job}
         code, out, err = self.children.run([*command, json.dumps(job)], self.root, environment)
         if code:
-            said = "\n".join((err or out).strip().splitlines()[-15:])
-            raise Failed(f"the code in {self.root} ended with {code}:\n{said}")
+            message = "\n".join((err or out).strip().splitlines()[-15:])
+            raise Failed(f"the code in {self.root} ended with {code}:\n{message}")
         return out
 
     def train(self, fields: Mapping[str, Any], workdir: Path) -> None:
@@ -265,8 +265,8 @@ class Side(NamedTuple):
     def costs(self, fields: Mapping[str, Any]) -> dict[str, float]:
         """Return FLOPs and bytes of one step, with blocks scanned and unrolled. Raises Failed."""
         configs = {name: _nested({**fields, "model.scan": name == "scanned"}) for name in ("scanned", "unrolled")}
-        found = json.loads(self.child({"do": "cost", "configs": configs}))
-        return {f"{name} {what}": value for name in found for what, value in found[name].items()}
+        counted = json.loads(self.child({"do": "cost", "configs": configs}))
+        return {f"{name} {what}": value for name in counted for what, value in counted[name].items()}
 
 
 def _nested(fields: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
@@ -323,14 +323,14 @@ def write_corpus(folder: Path) -> str:
 
 
 class Verdict(NamedTuple):
-    """What was found of a kind."""
+    """Holds what was found of a kind."""
 
     kind: str
     parts: dict[str, str]  # in words
     differences: dict[str, list[str]]
 
     def line(self) -> str:
-        """One line for people."""
+        """Return one line for people."""
         return f"{self.kind:<10}" + "; ".join(f"{part}: {words}" for part, words in self.parts.items())
 
 
@@ -358,13 +358,13 @@ def compare(kind: str, fields: Mapping[str, Any], sides: tuple[Side, Side], fold
     fields = {**fields, "residual.kind": kind}
     purposely = changed_since(old.root)
     steps = fields["train.steps"]
-    said: dict[str, str] = {}
+    results: dict[str, str] = {}
     differences: dict[str, list[str]] = {}
 
-    def tell(part: str, found: list[str], of: str) -> None:
-        found = [name for name in found if not name.startswith(purposely)]
-        differences[part] = found
-        said[part] = f"equal ({of})" if not found else f"{len(found)} DIFFER ({of})"
+    def tell(part: str, lines: list[str], extent: str) -> None:
+        lines = [line for line in lines if not line.startswith(purposely)]
+        differences[part] = lines
+        results[part] = f"equal ({extent})" if not lines else f"{len(lines)} DIFFER ({extent})"
 
     if parts & {"bits", "resume"}:
         old.train(fields, folder / "old")
@@ -372,22 +372,24 @@ def compare(kind: str, fields: Mapping[str, Any], sides: tuple[Side, Side], fold
         arrays, logged = len(reference["checkpoint"]), numbers(reference) - len(reference["checkpoint"])
     if "bits" in parts:
         new.train({**as_before(old.root), **fields}, folder / "new")
-        found = differing(reference, record(folder / "new", steps))
-        tell("bits", found, f"{arrays} arrays, {logged:,} logged values of {steps} steps")
+        lines = differing(reference, record(folder / "new", steps))
+        tell("bits", lines, f"{arrays} arrays, {logged:,} logged values of {steps} steps")
     if "resume" in parts:
         half = fields["checkpoint.every"]
         cut(folder / "old", folder / "resumed", half)
         new.train(fields, folder / "resumed")
         if not any(line["event"] == "resume" for line in _lines(folder / "resumed" / "events.jsonl")):
             raise Failed(f"{folder / 'resumed'}: it was not resumed")
-        found = differing(reference, record(folder / "resumed", steps))
-        tell("resume", found, f"from step {half}")
+        lines = differing(reference, record(folder / "resumed", steps))
+        tell("resume", lines, f"from step {half}")
     if "cost" in parts:
-        one, other = (side.costs(fields) for side in sides)
-        worst = max(abs(other.get(name, math.inf) / value - 1) for name, value in one.items())
-        flops, moved = one["unrolled flops"], one["unrolled bytes accessed"]
-        tell("cost", costlier(one, other), f"{flops:,.0f} FLOPs, {moved:,.0f} bytes a step, at most {worst:.3%} apart")
-    return Verdict(kind, said, differences)
+        before, after = (side.costs(fields) for side in sides)
+        worst = max(abs(after.get(name, math.inf) / value - 1) for name, value in before.items())
+        flops, moved = before["unrolled flops"], before["unrolled bytes accessed"]
+        tell(
+            "cost", costlier(before, after), f"{flops:,.0f} FLOPs, {moved:,.0f} bytes a step, at most {worst:.3%} apart"
+        )
+    return Verdict(kind, results, differences)
 
 
 def run(
@@ -426,11 +428,11 @@ def run(
                 pool.shutdown(cancel_futures=True)
                 raise
     for verdict in verdicts:
-        for part, found in verdict.differences.items():
-            for name in found[:SHOWN]:
+        for part, lines in verdict.differences.items():
+            for name in lines[:SHOWN]:
                 print(f"{verdict.kind}, {part}: {name}")
-            if len(found) > SHOWN:
-                print(f"{verdict.kind}, {part}: and {len(found) - SHOWN} more")
+            if len(lines) > SHOWN:
+                print(f"{verdict.kind}, {part}: and {len(lines) - SHOWN} more")
     differ = [verdict.kind for verdict in verdicts if any(verdict.differences.values())]
     took = f"{time.monotonic() - began:.0f} s"
     print(f"{'differs from' if differ else 'equal to'} {commit}: {', '.join(differ or kinds)}, in {took}")

@@ -1,4 +1,4 @@
-"""What `tools.against` runs in a process of its own: the code under a folder, and no other.
+"""Run a job of `tools.against` in a process of its own: the code under a folder, and no other.
 
 The argument is a job as JSON: ``root`` (the folder with mhc, configs and train.py) and ``do``. ``train``: train.py with
 ``arguments``. ``cost``: what one compiled step of each of ``configs`` (nested, by name) costs, as JSON on stdout.
@@ -47,10 +47,10 @@ def cost(config: dict[str, dict[str, Any]]) -> dict[str, float]:
     from mhc.sharding import make_mesh
     from mhc.train.step import Trainer
 
-    made = from_config_dict(config)
-    made = resolve(made, tokenizers.load(made.data.tokenizer).vocab_size)
-    trainer = Trainer(made, make_mesh(made.mesh, jax.devices()[:1]))
-    rows = (made.train.batch_size, made.data.sequence_length)
+    resolved = from_config_dict(config)
+    resolved = resolve(resolved, tokenizers.load(resolved.data.tokenizer).vocab_size)
+    trainer = Trainer(resolved, make_mesh(resolved.mesh, jax.devices()[:1]))
+    rows = (resolved.train.batch_size, resolved.data.sequence_length)
     names = ("tokens", "targets", "segment_ids", "positions", "weights", "target_bytes")
     batch = {name: jax.ShapeDtypeStruct(rows, jnp.float32 if name == "weights" else jnp.int32) for name in names}
     step: Any = trainer.step

@@ -71,7 +71,7 @@ class Groups:
 
     @property
     def outputs(self) -> int:
-        """Logits of a position: those of the vocabulary, or head.classes."""
+        """Return how many logits a position has: those of the vocabulary, or head.classes."""
         return self.head.classes or self.vocab_size
 
     @property

@@ -1,4 +1,4 @@
-"""Evaluation: programs that read runs and checkpoints, each started as ``python -m mhc.eval.NAME`` or ``eval.NAME``."""
+"""Evaluate runs and checkpoints with programs, each started as ``python -m mhc.eval.NAME`` or ``eval.NAME``."""
 
 from mhc.extras import require_train
 

@@ -417,7 +417,7 @@ def _forward(
 
 
 def _first_nan(trainer: Any, state: Any, batch: Any, completed: int) -> list[str]:
-    """Lines about the first NaN of a step; none: there is no NaN."""
+    """Return lines about the first NaN of a step, none where there is no NaN."""
     import jax.numpy as jnp
 
     from mhc.train.diagnose import finite_outputs, first_nan, sublayer_name
@@ -440,7 +440,7 @@ def _first_nan(trainer: Any, state: Any, batch: Any, completed: int) -> list[str
 def _differences(
     logged: Mapping[str, Any], scalars: Mapping[str, float], sublayers: np.ndarray
 ) -> dict[str, tuple[Any, Any]]:
-    """Metrics whose logged and replayed values are not equal; NaN equals NaN."""
+    """Return metrics whose logged and replayed values are not equal; NaN equals NaN."""
     pairs: dict[str, tuple[Any, Any]] = {name: (logged[name], scalars[name]) for name in _LOGGED if name in logged}
     if "grad_norm_by_sublayer" in logged:  # written with five digits
         rounded = [float(f"{x:.4e}") for x in np.asarray(sublayers, np.float64)]

@@ -1,4 +1,4 @@
-"""Kernels of the residual stream: ``mhc.kernels.xla`` on every platform, or another implementation by ``target``."""
+"""Provide kernels of the residual stream: ``mhc.kernels.xla`` everywhere, or another implementation by ``target``."""
 
 from mhc.kernels.dispatch import TARGETS, add, current_target, project, read, sinkhorn, target, write
 

@@ -1,4 +1,4 @@
-"""The face of the kernels: one signature each, run by the implementation that is chosen where a function is traced.
+"""Dispatch each kernel, under one signature, to the implementation that is chosen where a function is traced.
 
 Shapes: ``N`` streams, ``D`` model width, ``R`` outputs; ``...`` the axes of the tokens. Maps are **tokens last**
 (``pre [N, ...]``, ``res [N, N, ...]``), streams are ``x [..., N, D]``. Every kernel accumulates in

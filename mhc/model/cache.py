@@ -57,7 +57,7 @@ def check_length(config: Config, max_length: int) -> None:
     """Check that the model has positions for rows of ``max_length`` tokens.
 
     Raises:
-      ValueError: it has not.
+      ValueError: the model lacks such positions.
     """
     if max_length < 1:
         raise ValueError(f"max_length: given {max_length}, allowed: 1 or more")

@@ -1,4 +1,4 @@
-"""Every parameter of the model: its axes, its group, and how training treats it, found by its path.
+"""Declare every parameter of the model: its axes, its group, and how training treats it, found by its path.
 
 Parameters of residual topologies are declared with their kinds (`mhc.kinds`); all others are in the table below. A path
 that neither covers is an error. Optimiser state repeats the paths of the parameters, so the same rows lay it out.

@@ -1,4 +1,4 @@
-"""What a run measures about itself: probes, detectors of instability, and the writers that keep the record."""
+"""Measure a run: probes, detectors of instability, and the writers that keep the record."""
 
 from mhc.extras import require_train
 

@@ -1,4 +1,4 @@
-"""Writers of a run's curves: TensorBoard, and Weights & Biases. metrics.jsonl holds all; these are for looking."""
+"""Write a run's curves for looking at: TensorBoard, and Weights & Biases. metrics.jsonl holds all of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Detectors of instability: pure functions of a series (numpy in, numpy out).
+"""Detect instability with pure functions of a series (numpy in, numpy out).
 
 A *history* always means the last ``window`` finite values before the current one, the current one excluded. Values that
 were flagged stay in it, non-finite ones never enter it. Everything is computed in float64 from the values of the window

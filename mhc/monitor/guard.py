@@ -1,4 +1,4 @@
-"""What is done about spikes and non-finite values: the part inside the compiled step, and the causes of events.
+"""Guard a run against spikes and non-finite values: the part inside the compiled step, and the causes of events.
 
 Inside the step, every action obeys one rule: a non-finite loss or gradient never reaches the parameters. ``clip``
 scales the gradient by the zclip rule, ``skip`` leaves the update out; both read windows that are held in the train

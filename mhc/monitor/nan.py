@@ -1,4 +1,4 @@
-"""Which operation of a traced function is the first to give a NaN (jax's checkify)."""
+"""Find which operation of a traced function is the first to give a NaN (jax's checkify)."""
 
 from __future__ import annotations
 

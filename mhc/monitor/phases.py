@@ -1,4 +1,4 @@
-"""What a run is doing and where its time goes: its phases, what was compiled in them, and a watchdog over both."""
+"""Track what a run is doing and where its time goes: phases, what is compiled in them, and a watchdog over both."""
 
 from __future__ import annotations
 

@@ -53,11 +53,11 @@ class _Tokens:
 
 def _observer(tokens: _Tokens) -> Callable[[SublayerView], dict[str, jax.Array]]:
     def observe(view: SublayerView) -> dict[str, jax.Array]:
-        maps, own = view.connection.maps(view.context), view.connection.measures(view.context)
+        maps, measures = view.connection.maps(view.context), view.connection.measures(view.context)
         streams = tokens.zero_padding(view.topology.streams(view.state))  # [B, T, N, D]
         n, d = streams.shape[-2:]
         gram = jnp.einsum("btnd,btmd->nm", streams, streams)
-        out = {f"{OWN}{name}": tokens.mean(values.astype(jnp.float32)) for name, values in own.items()}
+        out = {f"{OWN}{name}": tokens.mean(values.astype(jnp.float32)) for name, values in measures.items()}
         if maps is not None:
             out |= {
                 "res": maps.res,

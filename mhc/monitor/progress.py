@@ -1,4 +1,4 @@
-"""The line that a user watches while a run trains, and how long something takes, in words."""
+"""Write the line that a user watches while a run trains, and durations in words."""
 
 from __future__ import annotations
 

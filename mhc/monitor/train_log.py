@@ -1,4 +1,4 @@
-"""train.log: what a run prints, line by line, with the time of each."""
+"""Keep train.log: what a run prints, line by line, with the time of each."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Residual topologies: the plain residual, Hyper-Connections, and manifold-constrained Hyper-Connections.
+"""Define the residual topologies: plain, Hyper-Connections, and manifold-constrained Hyper-Connections.
 
 Needs jax and flax only. ``HyperConnection`` wraps a sublayer of any model; ``functional`` holds the maths; ``build``
 gives a whole topology by its kind, as a decoder wants it; ``register`` adds a kind.

@@ -1,4 +1,4 @@
-"""What the reference functions ask of their arguments: the dtype that they compute in, and the shapes of arrays."""
+"""Check the reference functions' arguments: the dtype that they compute in, and the shapes of arrays."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The mathematics of the residual topologies as pure functions.
+"""Compute the residual topologies' mathematics in pure functions.
 
 Shapes: ``N`` streams, ``D`` model width, ``R`` residual logits, ``S`` sublayers in depth order; ``...`` any leading
 axes (batch and tokens). Every function computes in ``promote_types(input, float32)``, so bfloat16 streams are read in
@@ -66,7 +66,7 @@ __all__ = [
 
 
 class Maps(NamedTuple):
-    """The three maps of one sublayer, per token: ``pre[..., N]``, ``post[..., N]``, ``res[..., N, N]``."""
+    """Holds the three maps of one sublayer, per token: ``pre[..., N]``, ``post[..., N]``, ``res[..., N, N]``."""
 
     pre: jax.Array
     post: jax.Array
@@ -74,7 +74,7 @@ class Maps(NamedTuple):
 
 
 class Gains(NamedTuple):
-    """Signal gains per sublayer and token, ``[S, ...]`` each; see ``composite_gains``."""
+    """Holds signal gains per sublayer and token, ``[S, ...]`` each; see ``composite_gains``."""
 
     forward: jax.Array
     backward: jax.Array

@@ -1,4 +1,4 @@
-"""Hyper-Connections (arXiv:2409.19606): N streams mixed by learned, unconstrained maps."""
+"""Implement Hyper-Connections (arXiv:2409.19606): N streams mixed by learned, unconstrained maps."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mhc.rng import PathKey
 
 
 class HyperConnectionMaps(StreamConnection):
-    """Static maps b plus, when dynamic, a bounded correction that each stream's normalised content decides.
+    """Computes static maps b plus, when dynamic, a bounded correction from each stream's normalised content.
 
     Parameters, float32: b_pre [N], b_post [N], b_res [N, N]; dynamic: w_pre [D], w_post [D], w_res [D, N], alpha [3].
     They start from ``functional.hc_params``.
@@ -62,7 +62,7 @@ class HyperConnectionMaps(StreamConnection):
 
 
 class HyperRunner(StreamRunner):
-    """The numpy form: static maps, and a bounded correction where they are dynamic."""
+    """Runs Hyper-Connections in numpy: static maps, and a bounded correction where they are dynamic."""
 
     def maps(self, x, name):
         static = [self.w(f"{name}.b_{which}") for which in ("pre", "post", "res")]
@@ -77,7 +77,7 @@ class HyperRunner(StreamRunner):
 
 
 class HyperConnections(StreamTopology):
-    """The topology ``hc``. Options are the config fields of the same names; ``build`` checks them."""
+    """Builds the topology ``hc``. Options are the config fields of the same names; ``build`` checks them."""
 
     runner = HyperRunner
 

@@ -1,4 +1,4 @@
-"""What the maps' parameters start from, by preset: pure functions, which the modules use too.
+"""Initialise the maps' parameters by preset, in pure functions that the modules use too.
 
 ``N`` streams, ``D`` model width, ``R`` residual logits, ``k`` the sublayer's number in depth order, which may be
 traced, home the stream k mod N. Everything is float32. The presets of mhc and its relatives (``g``: ``res_gap``):

@@ -1,4 +1,4 @@
-"""What is seen of a HyperConnection within Flax Linen, where its parameters would not be the model's.
+"""Refuse or warn of a HyperConnection within Flax Linen whose parameters would not be the model's.
 
 A Linen module owns what it gets by ``self.param``. An nnx module that one of its methods makes is made anew at every
 call, with parameters that no optimiser sees: the model runs and its connections do not train.

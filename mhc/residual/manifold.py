@@ -1,4 +1,4 @@
-"""Manifold-constrained Hyper-Connections (arXiv:2512.24880) and relatives: one read, one write, any ``Mixing``."""
+"""Implement manifold-constrained Hyper-Connections (arXiv:2512.24880) and relatives that differ in ``Mixing``."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from mhc.rng import PathKey, path_key
 
 
 class ManifoldMaps(StreamConnection):
-    """Maps from the normalised streams of a token: sigmoid reads and writes, and the topology's mixing.
+    """Computes maps from the normalised streams of a token: sigmoid reads and writes, and the topology's mixing.
 
     Parameters, float32: phi [N, D, 2N+R], alpha [3], bias [2N+R]; the order is pre, post, res.
     """
@@ -62,7 +62,7 @@ def reordered(params: Mapping[str, jax.Array], order: np.ndarray) -> dict[str, j
 
 
 class ManifoldHyperConnections(StreamTopology):
-    """The topology of mhc and its relatives: ``mixing`` tells them apart.
+    """Builds the topology of mhc and its relatives, which ``mixing`` tells apart.
 
     Options are the config fields of the same names, and those of the mixing; ``build`` checks n, init and collapse.
 

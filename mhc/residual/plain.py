@@ -1,4 +1,4 @@
-"""The plain residual: x' = s x + F(x), one stream."""
+"""Define the plain residual: x' = s x + F(x), one stream."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mhc.rng import PathKey
 
 
 class PlainConnection(Connection):
-    """x' = scale * x + y; its maps are pre = post = 1, res = scale."""
+    """Computes x' = scale * x + y; its maps are pre = post = 1, res = scale."""
 
     def __init__(self, scale: float):
         self.scale = scale
@@ -27,12 +27,12 @@ class PlainConnection(Connection):
         return ((state if self.scale == 1.0 else self.scale * state) + y).astype(state.dtype)
 
     def maps(self, context: Any) -> Maps:
-        one = jnp.ones((*context, 1), jnp.float32)
-        return Maps(one, one, self.scale * one[..., None])
+        ones = jnp.ones((*context, 1), jnp.float32)
+        return Maps(ones, ones, self.scale * ones[..., None])
 
 
 class PlainRunner(Runner):
-    """The numpy form."""
+    """Runs the plain residual in numpy."""
 
     def expand(self, x):
         return x
@@ -48,7 +48,7 @@ class PlainRunner(Runner):
 
 
 class PlainResidual(ResidualTopology):
-    """One stream; ``scale`` 0 is the control without a residual. Every ``collapse`` of one stream is that stream."""
+    """Keeps one stream, which every ``collapse`` returns; ``scale`` 0 is the control without a residual."""
 
     runner = PlainRunner
 

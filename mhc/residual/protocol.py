@@ -1,4 +1,4 @@
-"""What a residual topology is to a decoder, and how one is built.
+"""Define what a residual topology is to a decoder, and how one is built.
 
 A decoder does, and knows no more than this:
 
@@ -39,7 +39,7 @@ Context = Any
 
 
 class Connection(nnx.Module):
-    """The residual connection of one sublayer, with its own parameters."""
+    """Defines the residual connection of one sublayer, with its own parameters."""
 
     def read(self, state: State) -> tuple[jax.Array, Context]:
         """Return the sublayer's input u [..., D] and what ``write`` needs of this token's maps."""
@@ -89,7 +89,7 @@ class Connection(nnx.Module):
 
 
 class ResidualTopology(nnx.Module):
-    """A kind of residual stream: how it starts, how sublayers connect to it, how it ends."""
+    """Defines a kind of residual stream: how it starts, how sublayers connect to it, how it ends."""
 
     n: int  # streams
     owns_norm: ClassVar[bool] = False
@@ -175,8 +175,9 @@ def register(kind: Kind, builder: Builder) -> None:
 
     Args:
       kind: its name, what it allows, its options and its parameters.
-      builder: ``builder(width, *, rngs, …) -> ResidualTopology``. It is handed those of ``n``, ``init``, ``collapse``,
-        ``sublayers`` (S, the network's depth) and the kind's options that its signature names.
+      builder: ``builder(width, *, rngs, …) -> ResidualTopology``. It gets the arguments
+        that its signature names, out of ``n``, ``init``, ``collapse``, ``sublayers`` (S, the network's depth) and the
+        kind's options.
 
     Raises:
       ValueError: the name is taken, the builder does not take a declared option, or a parameter or an option is
@@ -217,8 +218,10 @@ def builder(kind: str) -> Builder:
         spec = _kinds.known().get(kind)
         if spec is None or not spec.builder:
             raise ValueError(_kinds.unknown(kind))
-        made = _kinds.referred(spec.builder)
-        _REGISTRY[kind] = functools.partial(made, mixing=_kinds.referred(spec.mixing)) if spec.mixing else made
+        constructor = _kinds.referred(spec.builder)
+        _REGISTRY[kind] = (
+            functools.partial(constructor, mixing=_kinds.referred(spec.mixing)) if spec.mixing else constructor
+        )
     return _REGISTRY[kind]
 
 

@@ -1,4 +1,4 @@
-"""The kernels as ``mhc.residual.functional`` writes them, differentiable in every mode.
+"""Run the kernels as ``mhc.residual.functional`` writes them, differentiable in every mode.
 
 ``kernels.target("reference")`` chooses them. Each is the function of that name between two changes of
 layout: the kernels have the tokens' axes last.

@@ -1,4 +1,4 @@
-"""The numpy form of the topologies, which an exported model carries in its ``model.py``.
+"""Run the topologies in numpy; an exported model carries this code in its ``model.py``.
 
 ``mhc.interop.export`` copies the source of a topology's runner and of what it derives from into that file. So a runner
 uses numpy, ``math``, ``itertools`` and the helpers below, and nothing else. Arrays are float64; B batch, T tokens, N
@@ -20,7 +20,7 @@ def softmax(x, axis=-1):
 
 
 class Runner:
-    """What flows between the sublayers of a model; ``state`` is the runner's own."""
+    """Defines what flows between the sublayers of a model; ``state`` is the runner's own."""
 
     def __init__(self, model):
         self.model, self.r, self.n = model, model.c["residual"], model.c["residual"]["n"]
@@ -47,7 +47,7 @@ class Runner:
 
 
 class StreamRunner(Runner):
-    """N streams [B, T, N, D] that maps read, mix and write; a subclass gives the maps."""
+    """Runs N streams [B, T, N, D] that maps read, mix and write; a subclass gives the maps."""
 
     def expand(self, x):
         return np.repeat(x[:, :, None], self.n, axis=2)
@@ -75,7 +75,7 @@ class StreamRunner(Runner):
 
 
 class ManifoldRunner(StreamRunner):
-    """Maps of mhc and its relatives; a subclass says what H_res the residual logits give."""
+    """Computes the maps of mhc and its relatives; a subclass says what H_res the residual logits give."""
 
     def maps(self, x, name):
         n = self.n

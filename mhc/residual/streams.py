@@ -1,4 +1,4 @@
-"""What the topologies of N streams share: expanding, collapsing, and mixing with per-token maps."""
+"""Share what all topologies of N streams need: expanding, collapsing, and mixing with per-token maps."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ COLLAPSES = ("mean", "sum", "head")
 
 
 class TokenMaps(NamedTuple):
-    """Maps tokens last, as the kernels take them: pre [N, ...], post [N, ...], res [N, N, ...] (None: the identity)."""
+    """Holds maps with tokens last, as the kernels take them: pre and post [N, ...], res [N, N, ...].
+
+    A res of None stands for the identity.
+    """
 
     pre: jax.Array
     post: jax.Array
@@ -27,7 +30,7 @@ class TokenMaps(NamedTuple):
 
 
 class StreamConnection(Connection):
-    """x' = H_res x + H_post^T F(H_pre x) on streams [..., N, D]; a subclass says what the maps are."""
+    """Computes x' = H_res x + H_post^T F(H_pre x) on streams [..., N, D]; a subclass says what the maps are."""
 
     n: int
 
@@ -78,7 +81,7 @@ class LearnedCollapse(nnx.Module):
 
 
 class StreamTopology(ResidualTopology):
-    """N copies of the embedding, mixed by the connections, collapsed once by ``sum``, ``mean`` or the learned ``head``.
+    """Copies the embedding to N streams, and collapses them by ``sum``, ``mean`` or the learned ``head``.
 
     ``rngs`` and the epsilons are those of the learned head.
 

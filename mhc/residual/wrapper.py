@@ -1,4 +1,4 @@
-"""One residual connection of any kind, for a sublayer of a model that is not this project's decoder."""
+"""Wrap a sublayer of a model that is not this project's decoder in one residual connection of any kind."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from mhc.rng import PathKey, path_key
 
 
 class HyperConnection(Connection):
-    """The connection of sublayer ``k``, with the means to begin and end the stream::
+    """Wraps sublayer ``k`` in its connection, with the means to begin and end the stream::
 
         x = first.expand(h)          # h [..., D] -> streams [..., N, D], once, before the first sublayer
         x = first(x, attention)      # any callable [..., D] -> [..., D]; its norm is its own

@@ -1,4 +1,4 @@
-"""Training: the loop, the compiled step, optimisers, checkpoints."""
+"""Train a model: the loop, the compiled step, optimisers and checkpoints."""
 
 from mhc.extras import require_train
 

@@ -1,4 +1,4 @@
-"""What a run does about a flagged step: the event, the rewind, the halt (config group ``guard``)."""
+"""Act on a flagged step: write the event, rewind or halt (config group ``guard``)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checkpoints: train state, data position and config together, through orbax; only committed steps are ever seen."""
+"""Save and restore train state, data position and config together, through orbax; readers see committed steps only."""
 
 from __future__ import annotations
 
@@ -178,7 +178,10 @@ _ARRAY = re.compile(r'"([\w.]+)/(?:\.zarray|[\d.]+)"')
 
 @contextlib.contextmanager
 def _reading(run: Folder, step: int, part: str) -> Iterator[None]:
-    """Turn the errors of a damaged checkpoint into a UserError that names the others; ``part``: state or host."""
+    """Turn the errors of a damaged checkpoint into a UserError that names the run's other checkpoints.
+
+    ``part`` is state or host.
+    """
     try:
         with orbax_reads.quiet():
             try:

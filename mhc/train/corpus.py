@@ -1,4 +1,4 @@
-"""corpus.json: the files that a run reads, with their sizes: a resume over others names those that changed."""
+"""Keep the names and sizes of the files that a run reads (corpus.json): a resume names those that changed."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ _MOST = 5  # files that a message names
 
 
 def keep(home: RunFolder, files: Files) -> None:
-    """Write what the run reads now, where that is another than what its folder says. Raises DiskFull."""
+    """Write the run's files to its folder, unless corpus.json there already says so. Raises DiskFull."""
     if files and stored(home.files) != files:
         write_json(home.files / FILE, files)
 
 
 def stored(place: Folder) -> Files:
-    """Return what a run's folder says that it reads; nothing where it does not: runs of older versions."""
+    """Return the files that a run's folder says it reads, or {} for a run of an older version, which does not say."""
     content = remote.read(place / FILE)
     try:
         sources = json.loads(content) if content else {}

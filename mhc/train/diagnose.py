@@ -1,4 +1,4 @@
-"""Which tensor of a step is the first that is not finite, and which operation gave it."""
+"""Find the first tensor of a step that is not finite, and the operation that gave it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Cross-entropy that never holds the logits of a whole batch, forward or backward."""
+"""Compute cross-entropy without ever holding the logits of a whole batch, forward or backward."""
 
 from __future__ import annotations
 

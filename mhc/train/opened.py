@@ -1,4 +1,4 @@
-"""An opened run: its programs and files, its state, and what is done with them at a step."""
+"""Hold an opened run: its programs and files, its state, and what is done with them at a step."""
 
 from __future__ import annotations
 

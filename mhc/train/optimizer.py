@@ -1,4 +1,4 @@
-"""Learning-rate schedules, and the optimisers over the parameters (optax)."""
+"""Build learning-rate schedules, and the optimisers over the parameters (optax)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run would be, from its config alone: sizes, cost and layout, with nothing allocated."""
+"""Compute what a run would be from its config alone: sizes, cost and layout, with nothing allocated."""
 
 from __future__ import annotations
 

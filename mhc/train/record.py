@@ -1,4 +1,4 @@
-"""The written record of a run: metrics.jsonl, probes.jsonl, events.jsonl, TensorBoard, and the alarms read off them."""
+"""Write the record of a run: metrics.jsonl, probes.jsonl, events.jsonl and TensorBoard; raise alarms from it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One run: from a config and a folder to checkpoints, curves and a summary, resumed where it was left."""
+"""Run a training from a config and a folder to checkpoints, curves and a summary, resumed where it was left."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run works on: its config, devices and data, checked before the first file is written."""
+"""Prepare what a run works on: its config, devices and data, checked before the first file is written."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is said and done when a run makes no progress."""
+"""Report and act when a run makes no progress."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a run stands: what a checkpoint holds beside the train state, as one object and as JSON."""
+"""Describe where a run stands: what a checkpoint holds beside the train state, as one object and as JSON."""
 
 from __future__ import annotations
 

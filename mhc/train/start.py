@@ -1,4 +1,4 @@
-"""What a run starts from: fresh weights, or those of another run (``train.init_from``), with another residual too.
+"""Start a run: from fresh weights, or from those of another run (``train.init_from``), also under another residual.
 
 A plain model goes on as one of streams (upcycling) where the new maps begin as the plain residual.
 """

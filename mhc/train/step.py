@@ -1,4 +1,4 @@
-"""The compiled train and validation steps: pure functions of state and batch."""
+"""Compile the train and validation steps: pure functions of state and batch."""
 
 from __future__ import annotations
 

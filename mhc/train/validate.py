@@ -1,4 +1,4 @@
-"""Loss over the fixed validation sets."""
+"""Compute the loss over the fixed validation sets."""
 
 from __future__ import annotations
 

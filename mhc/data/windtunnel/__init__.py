@@ -1,4 +1,4 @@
-"""Bayesian wind tunnels: tasks whose exact posterior is known at every position (arXiv:2512.22471).
+"""Define Bayesian wind tunnels: tasks whose exact posterior is known at every position (arXiv:2512.22471).
 
 ``data.source=windtunnel:bijection`` or ``windtunnel:hmm`` trains on one; numbers of the task follow its name, e.g.
 ``windtunnel:hmm,observations=10``.

@@ -1,4 +1,4 @@
-"""Rows of a wind tunnel: one sequence each, supervised at the places where the posterior is known.
+"""Make the rows of a wind tunnel: one sequence each, supervised at the places where the posterior is known.
 
 Training row r of batch b is the sequence b · batch_size + r, so a row's position in the data is its sequence's number.
 """
@@ -61,16 +61,16 @@ def open_task(data: DataConfig) -> Task | None:
         refuse("data.source", data.source, f"{PREFIX}<task> by itself, not in a mixture")
     if data.validation is not None:
         refuse("data.validation", data.validation, f"None with {PREFIX}<task>, which holds out sequences of its own")
-    made = task(data.source)
+    chosen = task(data.source)
     if data.tokenizer != data.source:
         refuse("data.tokenizer", data.tokenizer, f"{data.source}, as data.source: the task makes ids by itself")
-    if data.sequence_length != made.length:
-        refuse("data.sequence_length", data.sequence_length, f"{made.length} with data.source={data.source}")
-    return made
+    if data.sequence_length != chosen.length:
+        refuse("data.sequence_length", data.sequence_length, f"{chosen.length} with data.source={data.source}")
+    return chosen
 
 
 class TaskStream:
-    """The sequences ``position, position + stride, …``, one a row."""
+    """Reads the sequences ``position, position + stride, …``, one a row."""
 
     def __init__(self, made: Task, seed: int, position: int, stride: int):
         self._task, self._seed, self._stride = made, seed, stride
@@ -84,7 +84,10 @@ class TaskStream:
 
 
 def empty(made: Task, rows: int) -> Batch:
-    """Return an empty batch of a task: that of a text, and ``posterior`` [rows, T, C] where it has its own classes."""
+    """Return an empty batch of a task.
+
+    It has the arrays of a batch of text, and ``posterior`` [rows, T, C] if the task has its own classes.
+    """
     batch = empty_batch(rows, made.length)
     if made.classes is not None:
         batch["posterior"] = np.zeros((rows, made.length, made.classes), np.float32)
@@ -103,7 +106,7 @@ def _fill(made: Task, seed: int, split: Split, numbers: Sequence[int], batch: Ba
 
 
 class TaskValidation:
-    """The first held-out sequences of a task in batches, the last one padded with rows of weight 0.
+    """Yields the first held-out sequences of a task in batches, the last one padded with rows of weight 0.
 
     They are those of seed 0, whatever seed a run trains on: every arm of a comparison is validated on the same.
     """

@@ -1,4 +1,4 @@
-"""What a config must say to train on a wind tunnel."""
+"""Check and set what a config must say to train on a wind tunnel."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ def fields(source: str) -> dict[str, Any]:
     Raises:
         UserError: ``source`` names no task.
     """
-    made = task(source)
+    chosen = task(source)
     return {
         "data.source": source,
         "data.tokenizer": source,
-        "data.sequence_length": made.length,
-        "head.classes": made.classes,
+        "data.sequence_length": chosen.length,
+        "head.classes": chosen.classes,
     }
 
 

@@ -1,4 +1,4 @@
-"""The ids of a wind tunnel as a tokeniser: they have names, and stand for no text."""
+"""Present the ids of a wind tunnel as a tokeniser: they have names, and stand for no text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tasks: what a sequence reads, where it is supervised, and the exact posterior there.
+"""Define the tasks: what a sequence reads, where it is supervised, and the exact posterior there.
 
 A sequence is a pure function of the task, the seed, the split and its number, so that any process makes any row of any
 batch by itself.
@@ -25,7 +25,7 @@ _STREAMS: dict[str, int] = {"train": 0, "validation": 1}  # a seed's sequences o
 
 
 class Sequences(NamedTuple):
-    """Some sequences of a task, and the truth about them.
+    """Holds some sequences of a task, and the truth about them.
 
     Attributes:
         tokens: int32 [B, T], what the model reads.
@@ -97,7 +97,7 @@ def _generator(seed: int, split: Split, index: int) -> np.random.Generator:
 
 @dataclasses.dataclass(frozen=True)
 class Bijection:
-    """A fresh uniform permutation π of ``symbols`` keys a sequence, and its values asked for key by key.
+    """Asks for the values of a fresh uniform permutation π of ``symbols`` keys in each sequence, key by key.
 
     A sequence reads k_1 π(k_1) k_2 π(k_2) … k_{V−1} with distinct keys in random order: 2V − 3 tokens, of which ids
     0 … V − 1 are keys and V … 2V − 1 values. Each key is supervised, and predicts its value, which is the next token;
@@ -111,32 +111,32 @@ class Bijection:
 
     @property
     def vocabulary(self) -> int:
-        """Ids that a sequence may hold."""
+        """Return how many ids a sequence may hold."""
         return 2 * self.symbols
 
     @property
     def classes(self) -> int | None:
-        """Classes of a head of its own; None where the head is over the vocabulary."""
+        """Return how many classes a head of its own has; None where the head is over the vocabulary."""
         return None
 
     @property
     def length(self) -> int:
-        """Tokens of a sequence."""
+        """Return how many tokens a sequence has."""
         return 2 * self.symbols - 3
 
     @property
     def places(self) -> np.ndarray:
-        """int64 [P]: the supervised places of a sequence, which are those of the keys."""
+        """Return int64 [P]: the supervised places of a sequence, which are those of the keys."""
         return np.arange(0, self.length, 2)
 
     @property
     def first_class(self) -> int:
-        """The logit of class 0: a value's class is its id less this."""
+        """Return the logit of class 0: a value's class is its id less this."""
         return self.symbols
 
     @property
     def optimum(self) -> float:
-        """The exact posterior's cross-entropy in nats: Σ_m ln(V − m + 1) / (V − 1), for every sequence."""
+        """Return the exact posterior's cross-entropy in nats: Σ_m ln(V − m + 1) / (V − 1), for every sequence."""
         return math.fsum(math.log(left) for left in range(2, self.symbols + 1)) / (self.symbols - 1)
 
     def symbol(self, id_: int) -> str:
@@ -162,7 +162,7 @@ class Bijection:
 
 @dataclasses.dataclass(frozen=True)
 class HiddenMarkov:
-    """A fresh hidden Markov model a sequence, written out in its header, and the filtered posterior of its state.
+    """Writes a fresh hidden Markov model into each sequence's header, and asks for its state's filtered posterior.
 
     The rows of transition [S, S] and emission [S, O] are drawn from Dirichlet(1), raised to at least 0.05, normalised
     and rounded to 0.01; the start is uniform. The posterior uses the rounded matrices, normalised once more. A sequence
@@ -185,32 +185,32 @@ class HiddenMarkov:
 
     @property
     def vocabulary(self) -> int:
-        """Ids that a sequence may hold."""
+        """Return how many ids a sequence may hold."""
         return self.FIRST_SYMBOL + self.symbols
 
     @property
     def classes(self) -> int | None:
-        """Classes of a head of its own: the hidden states."""
+        """Return how many classes a head of its own has: the hidden states."""
         return self.states
 
     @property
     def header(self) -> int:
-        """Tokens before the first observation."""
+        """Return how many tokens come before the first observation."""
         return 2 + self.states * (self.states + self.symbols)
 
     @property
     def length(self) -> int:
-        """Tokens of a sequence."""
+        """Return how many tokens a sequence has."""
         return self.header + 2 * self.observations
 
     @property
     def places(self) -> np.ndarray:
-        """int64 [P]: the supervised places of a sequence, which are those of the symbols."""
+        """Return int64 [P]: the supervised places of a sequence, which are those of the symbols."""
         return np.arange(self.header + 1, self.length, 2)
 
     @property
     def first_class(self) -> int:
-        """The logit of class 0."""
+        """Return the logit of class 0."""
         return 0
 
     def symbol(self, id_: int) -> str:

@@ -1,1 +1,1 @@
-"""Modules that the evaluation programs share: checkpoints, programs over them, statistics, figures, pages."""
+"""Share what the evaluation programs need: checkpoints, programs over them, statistics, figures, pages."""

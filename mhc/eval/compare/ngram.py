@@ -91,7 +91,7 @@ def baselines(data: DataConfig, *, max_bytes: int = MAX_BYTES) -> Baselines:
 
 
 class _Limited:
-    """Documents up to the one with which ``limit`` bytes are passed; ``cut`` tells whether any was left out."""
+    """Yields documents up to the one with which ``limit`` bytes are passed; ``cut`` tells whether any was left out."""
 
     def __init__(self, documents: Iterator[bytes], limit: int) -> None:
         self._documents, self._limit, self.cut = documents, limit, False

@@ -47,7 +47,7 @@ def under_convention(loaded: LoadedRun, preset: str) -> LoadedRun:
 
 
 def _each_connection(params: Any, names: set[str], change: Callable[[Mapping[str, Any]], Any]) -> Any:
-    """Return a tree of parameters with those of each connection, which has exactly these names, changed."""
+    """Return a tree of parameters in which ``change`` has replaced each subtree that has exactly these names."""
     if not isinstance(params, Mapping):
         return params
     if set(params) == names:

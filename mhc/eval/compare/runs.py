@@ -74,7 +74,7 @@ class Arm:
 
     @property
     def presets(self) -> tuple[str, ...]:
-        """Every convention that the kind has."""
+        """Return every convention that the kind has."""
         kind = kinds.known().get(self.kind)
         return kind.options[kind.convention].allowed() if kind is not None and kind.convention else ()
 

@@ -297,7 +297,10 @@ def _episode(
 
 
 def _events(arm: Arm) -> list[Mapping[str, Any]]:
-    """Return the arm's events; of an older run that wrote none, flagged steps and crossings are found again."""
+    """Return the arm's events.
+
+    An older run wrote none: its flagged steps and crossings are found from its metrics and probes.
+    """
     events = list(arm.events)
     names = {event["event"] for event in events}
     if not names & {"spike", "nonfinite"}:

@@ -110,7 +110,10 @@ def topologies(arms: Sequence[Arm]) -> list[Topology]:
 
 
 def reference_of(topology: Topology, topologies: Sequence[Topology]) -> Topology | None:
-    """Return the plain topology that differs from it in the residual alone, apart from rate and seeds, or None."""
+    """Return the plain topology that differs from ``topology`` in the residual only, or None.
+
+    Learning rate and seeds may differ as well.
+    """
     ours = outside(topology.arms[0])
     for other in topologies:
         if other is not topology and is_plain(other.arms[0]) and outside(other.arms[0]) == ours:
@@ -172,7 +175,10 @@ def _rate(lr: float, arms: Sequence[Arm]) -> Rate:
 
 
 def _sensitivity(rates: Sequence[Rate]) -> float | None:
-    """Return ``lr_sensitivity``; the loss before training is that of step 1, which the initial weights gave."""
+    """Return ``lr_sensitivity``.
+
+    The loss of step 1 stands for the loss before training, since the initial weights gave it.
+    """
     first = [float(loss[0]) for rate in rates for arm in rate.arms if len(loss := arm.column("loss")[1])]
     finals = []
     for rate in rates:

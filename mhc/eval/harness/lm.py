@@ -59,7 +59,9 @@ class LanguageModel(TemplateLM):
         seed: int = 0,
         **ignored: Any,  # lm-eval hands max_batch_size and device to every model: a mesh of all devices is used
     ) -> None:
-        """Args:
+        """Load the checkpoint.
+
+        Args:
           checkpoint: a loaded one, or RUN or RUN/checkpoints/STEP; ``step`` and ``average`` go with a path.
           batch_size: rows at once; changes nothing but speed.
           max_length: tokens of context; None: the run's data.sequence_length.

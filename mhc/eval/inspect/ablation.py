@@ -36,7 +36,7 @@ class Case(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Its name in tables and figures."""
+        """Return the name in tables and figures."""
         if self.layer is not None and self.kind != "head":
             return f"{self.kind} {self.layer}"
         return f"{self.kind} {' '.join(f'{layer}.{head}' for layer, head in self.heads)}"
@@ -72,7 +72,7 @@ def cases(config: Config, units: Sequence[str] = ("heads", "layers")) -> list[Ca
 
 
 def random_heads(config: Config, count: int, draws: int, seed: int, without: Sequence[Head] = ()) -> list[Case]:
-    """Return sets of ``count`` heads, drawn from all but those ``without``, no head twice in a set."""
+    """Return ``draws`` random sets of ``count`` different heads, none of which is in ``without``."""
     every = [(layer, head) for layer in range(config.model.layers) for head in range(config.attention.heads)]
     others = [head for head in every if head not in set(without)]
     if not 0 < count <= len(others):

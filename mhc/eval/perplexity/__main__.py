@@ -1,4 +1,4 @@
-"""Loss, perplexity and bits per byte of checkpoints on a corpus.
+"""Measure loss, perplexity and bits per byte of checkpoints on a corpus.
 
     python -m eval.perplexity --checkpoint runs/a
     python -m eval.perplexity --checkpoint runs/plain runs/hc runs/mhc --rows 0 --out report

@@ -1,4 +1,4 @@
-"""Did a change change the model, and where first? Logits and hidden states of fixed tokens, saved and compared.
+"""Tell whether a change changed the model, and where first: logits and hidden states are saved and compared.
 
     python -m eval.regression --checkpoint runs/a --save golden.npz --activations
     python -m eval.regression --checkpoint runs/a --against golden.npz

@@ -29,7 +29,7 @@ class Rows(NamedTuple):
 
     @property
     def valid(self) -> np.ndarray:
-        """Which M places are no padding: bool [R, T]."""
+        """Return which M places are no padding: bool [R, T]."""
         return self.segment_ids > 0
 
 

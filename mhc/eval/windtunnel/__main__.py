@@ -1,4 +1,4 @@
-"""Does a model hold the exact posterior of its wind tunnel? Entropy error, divergence and total variation, in bits.
+"""Measure how exactly a model holds the posterior of its wind tunnel: entropy error, divergence, variation, in bits.
 
     python -m eval.windtunnel --checkpoint runs/plain runs/hc runs/mhc --out report
 
@@ -56,15 +56,15 @@ def main(arguments: Sequence[str]) -> int:
         print(f"{checkpoint.name}: compiling, then measuring", file=sys.stderr)
         beliefs.append(belief.measure(checkpoint, options.sequences, source))
         del checkpoint
-    found: dict[str, Any] = {
+    report: dict[str, Any] = {
         "checkpoints": [belief.as_json(one) for one in beliefs],
         "topologies": page.topologies(beliefs),
     }
-    print(page.text_table(found))
+    print(page.text_table(report))
     if options.json:
-        write_json(options.json, found)
+        write_json(options.json, report)
     if out is not None:
-        print(page.write(beliefs, found, out))
+        print(page.write(beliefs, report, out))
     return 0
 
 

@@ -56,15 +56,17 @@ def measure(checkpoint: Checkpoint, sequences: int, source: str | None = None) -
         UserError: the run is on no wind tunnel, or the model does not fit the task: other ids or classes, or positions
             that do not reach so far.
     """
-    made = fitting(checkpoint, source)
+    chosen = fitting(checkpoint, source)
     program = Program(checkpoint, _log_probabilities)
     parts: list[Distances] = []
     truth = []
     for numbers in _blocks(sequences):
-        drawn = made.make(0, "validation", numbers)
+        drawn = chosen.make(0, "validation", numbers)
         batch = {"tokens": drawn.tokens}
         ((_, log_probabilities),) = program.each([batch], tuple(batch))
-        parts.append(distances(log_probabilities[:, made.places].astype(np.float64), drawn.posterior, made.first_class))
+        parts.append(
+            distances(log_probabilities[:, chosen.places].astype(np.float64), drawn.posterior, chosen.first_class)
+        )
         truth.append(drawn.posterior)
     config, posterior = checkpoint.config, np.concatenate(truth)
     return Belief(
@@ -82,18 +84,20 @@ def measure(checkpoint: Checkpoint, sequences: int, source: str | None = None) -
 def fitting(checkpoint: Checkpoint, source: str | None = None) -> Task:
     """Return the task that a checkpoint is measured on. Raises UserError as `measure`."""
     config = checkpoint.config
-    own = config.data.source
-    if not is_windtunnel(own):
-        raise UserError(f"{checkpoint.name}: data.source={own} is no wind tunnel, allowed: a run on windtunnel:…")
-    made, trained = task(source or own), task(own)
-    if (made.vocabulary, made.classes, made.name) != (trained.vocabulary, trained.classes, trained.name):
-        raise UserError(f"{source}: has other ids or classes than {own}, on which {checkpoint.name} was trained")
-    if config.positions.kind == "learned" and made.length > config.max_length:
+    trained_on = config.data.source
+    if not is_windtunnel(trained_on):
         raise UserError(
-            f"{source}: its sequences have {made.length} tokens, allowed: at most the {config.max_length} that "
+            f"{checkpoint.name}: data.source={trained_on} is no wind tunnel, allowed: a run on windtunnel:…"
+        )
+    chosen, trained = task(source or trained_on), task(trained_on)
+    if (chosen.vocabulary, chosen.classes, chosen.name) != (trained.vocabulary, trained.classes, trained.name):
+        raise UserError(f"{source}: has other ids or classes than {trained_on}, on which {checkpoint.name} was trained")
+    if config.positions.kind == "learned" and chosen.length > config.max_length:
+        raise UserError(
+            f"{source}: its sequences have {chosen.length} tokens, allowed: at most the {config.max_length} that "
             f"{checkpoint.name} has learned positions for"
         )
-    return made
+    return chosen
 
 
 def longer(source: str, observations: int) -> str:

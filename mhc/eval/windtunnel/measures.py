@@ -1,4 +1,4 @@
-"""How far a model's distribution is from the exact posterior: in entropy, in Kullback–Leibler divergence, in support.
+"""Measure how far a model's distribution is from the exact posterior: in entropy, in KL divergence, in support.
 
 An entropy alone can be right on the wrong support, and a mean of entropies can be right where no sequence is: so the
 error of entropy is taken for each sequence and place, and stands beside the divergence and the total variation.
@@ -19,7 +19,7 @@ _BIT = np.log(2.0)  # nats
 
 
 class Distances(NamedTuple):
-    """Distances between a model and the posterior of each sequence at each supervised place, float64 [B, P].
+    """Holds distances between a model and the posterior of each sequence at each supervised place, float64 [B, P].
 
     Attributes:
         entropy_error: |H_model − H_Bayes|, bits.

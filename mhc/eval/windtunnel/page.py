@@ -1,4 +1,4 @@
-"""Tables and the page of a comparison of beliefs."""
+"""Make the tables and the page of a comparison of beliefs."""
 
 from __future__ import annotations
 
@@ -60,10 +60,10 @@ def _over_seeds(values: Sequence[float]) -> statistics.Bounds:
 def text_table(found: dict[str, Any]) -> str:
     """Return the measures of every checkpoint as lines of text, in bits."""
     rows = [["checkpoint", "residual", *MEASURES.values(), "without context"]]
-    for one in found["checkpoints"]:
-        kind = f"{one['kind']}, control" if one["control"] else one["kind"]
-        values = [_shown(one[name]) for name in MEASURES]
-        rows.append([one["checkpoint"], kind, *values, f"{one['entropy_mae_bits_without_context']:.3f}"])
+    for entry in found["checkpoints"]:
+        kind = f"{entry['kind']}, control" if entry["control"] else entry["kind"]
+        values = [_shown(entry[name]) for name in MEASURES]
+        rows.append([entry["checkpoint"], kind, *values, f"{entry['entropy_mae_bits_without_context']:.3f}"])
     return aligned(rows)
 
 

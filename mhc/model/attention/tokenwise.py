@@ -1,4 +1,4 @@
-"""A control without context: each token is computed from itself alone, by as many parameters as attention has."""
+"""Run a control without context: each token is computed from itself alone, by as many parameters as attention has."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How the relatives of mhc make H_res of a token's residual logits: one way a file.
+"""Make H_res from a token's residual logits: one way a file, one for each relative of mhc.
 
 Reads, writes and gates of all of them are alike (``mhc.residual.manifold``). A ``Mixing`` says how many residual logits
 a token has, what bias they start from, and what H_res they give.
@@ -19,7 +19,7 @@ from mhc.residual.runner import ManifoldRunner
 
 @dataclasses.dataclass(frozen=True)
 class Mixing:
-    """H_res [N, N] of a token from its R residual logits.
+    """Maps the R residual logits of a token to H_res [N, N].
 
     A subclass is a frozen dataclass. Its fields are options of its kind (fields of ``residual.*``) or ``sublayers``,
     the S of the network; the topology hands it those that it names.

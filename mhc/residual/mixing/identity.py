@@ -1,4 +1,4 @@
-"""The control: H_res = I, so that streams are read and written by learned maps and never mixed."""
+"""Define the control H_res = I, so that streams are read and written by learned maps and never mixed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class IdentityRunner(ManifoldRunner):
 
 @dataclasses.dataclass(frozen=True)
 class Identity(Mixing):
-    """H_res = I; R = 0."""
+    """Keeps every stream as it is: H_res = I, R = 0."""
 
     runner = IdentityRunner
 

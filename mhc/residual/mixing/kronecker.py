@@ -1,4 +1,4 @@
-"""A Kronecker product of 2 x 2 matrices: H_res of kromhc (arXiv:2601.21579), doubly stochastic exactly."""
+"""Define H_res of kromhc (arXiv:2601.21579): a Kronecker product of 2 x 2 matrices, doubly stochastic exactly."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class KroneckerRunner(ManifoldRunner):
 
 @dataclasses.dataclass(frozen=True)
 class Kronecker(Mixing):
-    """H_res = U_1 (x) ... (x) U_K, N = 2^K; R = 2K, two logits a factor, the first of them for its diagonal."""
+    """Computes H_res = U_1 (x) ... (x) U_K, N = 2^K, R = 2K: two logits a factor, its diagonal first."""
 
     runner = KroneckerRunner
 

@@ -1,4 +1,4 @@
-"""A mixture of all permutations: H_res of mhc_lite (arXiv:2601.05732), doubly stochastic exactly."""
+"""Define H_res of mhc_lite (arXiv:2601.05732): a mixture of all permutations, doubly stochastic exactly."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class PermutationsRunner(ManifoldRunner):
 
 @dataclasses.dataclass(frozen=True)
 class Permutations(Mixing):
-    """H_res = sum_k a_k P_k with a = softmax(logits); R = N!, the identity first."""
+    """Computes H_res = sum_k a_k P_k with a = softmax(logits); R = N!, the identity first."""
 
     runner = PermutationsRunner
 

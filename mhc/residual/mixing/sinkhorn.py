@@ -1,4 +1,4 @@
-"""Sinkhorn-Knopp: H_res of mhc (arXiv:2512.24880), near the doubly stochastic matrices after some iterations."""
+"""Define H_res of mhc (arXiv:2512.24880) by Sinkhorn-Knopp: almost doubly stochastic after some iterations."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class SinkhornRunner(ManifoldRunner):
 
 @dataclasses.dataclass(frozen=True)
 class Sinkhorn(Mixing):
-    """H_res = Sinkhorn(logits as [N, N]); R = N^2. Raises ValueError for options that ``sinkhorn`` refuses."""
+    """Computes H_res = Sinkhorn(logits as [N, N]); R = N^2. Raises ValueError for options that ``sinkhorn`` refuses."""
 
     runner = SinkhornRunner
 

@@ -1,11 +1,12 @@
-"""Token files: headers of other formats, where documents begin and end, and what is said where that seems wrong."""
+"""Token files: their formats, where documents begin and end, the width of ids, and what looks wrong and is told."""
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import logging
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -15,10 +16,12 @@ from hypothesis import strategies as st
 from mhc.config import DataConfig
 from mhc.data import tokenizers, warning
 from mhc.data.corpus import token_ids
+from mhc.data.corpus.sources import documents, open_source
 from mhc.data.corpus.token_ids import TokenFiles
 from mhc.data.pipeline import train_iterator
 from mhc.data.rows.encoding import open_corpus
 from mhc.errors import UserError
+from tests.data.corpus import samples
 
 BYTES = tokenizers.load("bytes")
 BOS, EOS = 256, 257
@@ -138,3 +141,73 @@ def test_without_a_start_token_a_corpus_is_the_one_that_older_runs_read(tmp_path
     plain, starts = config(path, end_token=EOS), config(path, end_token=EOS, start_token=BOS)
     prints = [TokenFiles(data, str(path), "train", whole=True).fingerprint for data in (plain, starts)]
     assert prints[0] == "6f6be37d814bc187" and prints[0] != prints[1]
+
+
+def test_token_files_of_both_kinds_are_cut_at_the_end_token(tmp_path: Path) -> None:
+    docs = [np.arange(number % 7 + 1) + number for number in range(80)]
+    ids = np.concatenate([np.append(doc, 250) for doc in docs])
+    np.save(tmp_path / "a.npy", ids.astype(np.int64))
+    ids.astype(np.uint16).tofile(tmp_path / "a.bin")
+    ids.astype(np.uint32).tofile(tmp_path / "b.bin")
+    found = []
+    for name, token_dtype in (("a.npy", "uint16"), ("a.bin", "uint16"), ("b.bin", "uint32")):
+        data = samples.config(tmp_path, f"tokens:{tmp_path}/{name}", end_token=250, token_dtype=token_dtype)
+        sources = [open_source(data, "train"), open_source(data, "validation")]
+        found.append(sorted(tuple(cast(np.ndarray, source[i])) for source in sources for i in range(len(source))))
+        assert all(source.ends(0) for source in sources)
+    assert found[0] == found[1] == found[2] == sorted(tuple(doc) for doc in docs)
+
+
+def test_token_files_without_an_end_token_are_cut_and_lose_nothing(tmp_path: Path) -> None:
+    ids = np.random.default_rng(0).integers(0, 256, 10_000)
+    ids.astype(np.uint16).tofile(tmp_path / "a.bin")
+    data = samples.config(tmp_path, f"tokens:{tmp_path}/a.bin")
+    sources = [open_source(data, "train"), open_source(data, "validation")]
+    assert min(map(len, sources)) > 0
+    found = np.concatenate([np.asarray(source[i]) for source in sources for i in range(len(source))])
+    np.testing.assert_array_equal(np.sort(found), np.sort(ids))
+    batch = next(train_iterator(data, BYTES, batch_size=4, seed=0))
+    assert (batch["target_bytes"] == 1).mean() > 0.9
+    held = b"".join(documents(dataclasses.replace(data, tokenizer="bytes"), "validation"))
+    assert held.decode(errors="replace")
+
+
+def wide(rng: np.random.Generator, count: int, vocabulary: int, dtype: str, path: Path) -> None:
+    rng.integers(0, vocabulary, count).astype(dtype).tofile(path)
+
+
+@pytest.mark.parametrize(
+    ("written", "read", "vocabulary", "message"),
+    [
+        (
+            "uint32",
+            "uint16",
+            258,
+            r"ids of 32 bits or more, read as data.token_dtype=uint16 \(every second id is 0\); set",
+        ),
+        ("int64", "uint16", 258, r"set data.token_dtype=uint32"),
+        (
+            "int64",
+            "uint32",
+            258,
+            r"of 64 bits or more, read as data.token_dtype=uint32 .* set data.token_dtype=int64",
+        ),
+        ("uint32", "uint16", 200_000, r"read as data.token_dtype=uint16; set data.token_dtype=uint32"),
+        ("uint16", "uint32", 258, r"several ids of 16 bits seem to be read as one of data.token_dtype=uint32"),
+    ],
+)
+def test_ids_of_another_width_are_named(tmp_path: Path, written: str, read: str, vocabulary: int, message: str) -> None:
+    wide(np.random.default_rng(0), 4000, vocabulary, written, tmp_path / "a.bin")
+    data = samples.config(tmp_path, f"tokens:{tmp_path}/a.bin", token_dtype=read)
+    with pytest.raises(UserError, match=rf"a.bin.*{message}"):
+        open_corpus(data, BYTES, "train")
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "uint16", "uint32", "int32", "int64"])
+@pytest.mark.parametrize("vocabulary", [2, 16, 256])
+def test_ids_of_their_own_width_are_read(tmp_path: Path, dtype: str, vocabulary: int) -> None:
+    """However few of them there are, and however small."""
+    for count in (40, 4001):
+        wide(np.random.default_rng(1), count, vocabulary, dtype, tmp_path / "a.bin")
+        data = samples.config(tmp_path, f"tokens:{tmp_path}/a.bin", token_dtype=dtype, validation="stdlib")
+        assert len(open_corpus(data, BYTES, "train"))

@@ -1,1 +1,1 @@
-"""The figures of a comparison, one file for each section of the report."""
+"""Draw the figures of a comparison, one file for each section of the report."""

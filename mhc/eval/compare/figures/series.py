@@ -108,7 +108,7 @@ class Gallery:
 
     @property
     def smoothing(self) -> str:
-        """Words for captions: what is drawn of noisy curves."""
+        """Return words for captions: what is drawn of noisy curves."""
         return "Smoothed" if self.crowded else "Every step in light lines, smoothed in full ones"
 
     @property

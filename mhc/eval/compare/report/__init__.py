@@ -1,1 +1,1 @@
-"""The report of a comparison: one HTML file that needs nothing beside it."""
+"""Write the report of a comparison: one HTML file that needs nothing beside it."""

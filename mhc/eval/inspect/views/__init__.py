@@ -1,1 +1,1 @@
-"""The views of eval.inspect: what each prints, stores and draws."""
+"""Define the views of eval.inspect: what each prints, stores and draws."""

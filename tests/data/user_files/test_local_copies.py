@@ -155,7 +155,7 @@ def test_a_parquet_file_is_read_in_bounded_memory(tmp_path: Path) -> None:
         "print(copy.stat().st_size >> 20, peak() - before)\n"
     )
     command = [sys.executable, "-c", program, str(tmp_path / "a.parquet"), str(tmp_path / "cache")]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=Path(__file__).parents[2])
+    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=Path(__file__).parents[3])
     size, grown = map(int, done.stdout.split())
     assert size > 45
     assert grown < 100

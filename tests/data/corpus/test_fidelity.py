@@ -31,7 +31,7 @@ from mhc.eval.perplexity import __main__ as perplexity
 from mhc.files import read_json, read_jsonl
 from tests.small_runs import config, run
 
-HERE = Path(__file__).parent / "tokenizers"
+HERE = Path(__file__).parents[1] / "tokenizers"
 WORDS = ["the", "cat", "and", "a", "dog", "of", "six", "hats"]  # of letters that all of them know
 LOSSY = ("bpe_no_unk", "unigram_unk", "wordpiece_unk")
 WHOLE = ("llama2", "unigram_no_unk")
