@@ -12,7 +12,7 @@ import hypothesis
 import pytest
 
 from mhc import xla_options
-from tests import durations
+from tests import durations, shapes
 
 # Most of the suite's time is compilation: without LLVM's optimisations and the fusion emitters it is seven times
 # shorter, and programs as small as the tests' run no slower. Numbers differ in the last bits only, and no test compares
@@ -33,9 +33,12 @@ if "PYTEST_XDIST_WORKER" not in os.environ:  # workers have them from the proces
     _unknown = xla_options.unknown_flags(_wanted)
     os.environ["XLA_FLAGS"] = " ".join([_given, *(flag for flag in _wanted if flag not in _unknown)]).strip()
 os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ["JAX_NUMPY_RANK_PROMOTION"] = "raise"  # [B, B] + [B] would go to the columns, whatever was meant
 # Programs that tests start as subprocesses inherit these.
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parents[1] / ".jax_cache"))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+
+shapes.install("mhc")
 
 # Tracing makes many objects that reference counts free; looking for cycles among them as often as Python does by itself
 # costs a quarter of the time of tracing.

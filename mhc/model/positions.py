@@ -119,7 +119,7 @@ def alibi_slopes(heads: int) -> np.ndarray:
     return np.asarray(slopes, np.float32)
 
 
-def bucket(distance: Int[Array, ...], buckets: int, max_distance: int) -> Int[Array, ...]:
+def bucket(distance: Int[Array, "*shape"], buckets: int, max_distance: int) -> Int[Array, "*shape"]:
     """Return T5's bucket of each distance into the past (arXiv:1910.10683).
 
     The first half of the buckets hold one distance each. The others grow logarithmically up to ``max_distance``; all

@@ -143,7 +143,8 @@ class Turning(Mixing):
     def reference(self, logits: jax.Array, n: int) -> jax.Array:
         a = (self.limit * jax.nn.sigmoid(logits))[..., None]
         eye = jnp.eye(n, dtype=logits.dtype)
-        return (1.0 - a) * eye + a * jnp.roll(eye, self.places, axis=1)
+        eye, turn = (jax.lax.broadcast_to_rank(m, a.ndim) for m in (eye, jnp.roll(eye, self.places, axis=1)))
+        return (1.0 - a) * eye + a * turn
 
 
 def sixteen(width: int, **options: Any) -> ManifoldHyperConnections:
