@@ -10,7 +10,7 @@ from mhc.config import default
 def get_config() -> ConfigDict:
     """Return 16 blocks of width 2048, a million tokens a step, 42 billion in all.
 
-    Name a corpus, a tokenizer and a mesh.
+    The command line must name a corpus, a tokenizer and a mesh.
     """
     config = default()
     config.model.layers = 16

@@ -1,4 +1,4 @@
-"""Errors of kinds from elsewhere: whatever their code raises becomes one line that names the kind and the place."""
+"""Turn errors of kinds from elsewhere into one line: whatever their code raises, it names the kind and the place."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from mhc.errors import UserError
 
 
 class ChangedFile(UserError):
-    """Says, by its path, which file of the corpus is not what it was at the start."""
+    """Raised where a file of the corpus is not what it was at the start; it names the file's path."""
 
 
 def check_unchanged(documents: TextFiles) -> None:
