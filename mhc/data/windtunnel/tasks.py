@@ -17,7 +17,7 @@ import numpy as np
 from mhc.errors import UserError, did_you_mean
 
 if TYPE_CHECKING:
-    from jaxtyping import Float64, Int
+    from jaxtyping import Float64
 
 PREFIX = "windtunnel:"
 Split = Literal["train", "validation"]
@@ -45,18 +45,16 @@ def entropy_bits(posterior: Float64[np.ndarray, "*B C"]) -> Float64[np.ndarray, 
     return -terms.sum(axis=-1)
 
 
-def hmm_posterior(
-    transition: Float64[np.ndarray, "S S"], emission: Float64[np.ndarray, "S O"], observations: Int[np.ndarray, " K"]
-) -> Float64[np.ndarray, "K S"]:
+def hmm_posterior(transition: np.ndarray, emission: np.ndarray, observations: np.ndarray) -> Float64[np.ndarray, "K S"]:
     """Return the filtered posterior p(s_t | o_1 … o_t) of a hidden Markov model, for t = 1 … K.
 
     The forward algorithm, scaled at each step: f_1 ∝ emission[:, o_1] (the start is uniform) and
     f_t ∝ emission[:, o_t] · (f_{t−1} @ transition), in float64.
 
     Args:
-        transition: float64, ``transition[i, j]`` = p(s_{t+1} = j | s_t = i); rows sum to 1.
-        emission: float64, ``emission[i, o]`` = p(o_t = o | s_t = i); rows sum to 1.
-        observations: integers in 0 … O − 1.
+        transition: float64 [S, S], ``transition[i, j]`` = p(s_{t+1} = j | s_t = i); rows sum to 1.
+        emission: float64 [S, O], ``emission[i, o]`` = p(o_t = o | s_t = i); rows sum to 1.
+        observations: integers [K] in 0 … O − 1.
 
     Raises:
         ValueError: shapes do not fit, a row is no distribution, an observation is no symbol of the model, or the

@@ -34,14 +34,12 @@ class Distances(NamedTuple):
     cross_entropy: np.ndarray
 
 
-def distances(
-    log_probabilities: Float64[np.ndarray, "B P V"], posterior: Float64[np.ndarray, "B P C"], first_class: int
-) -> Distances:
+def distances(log_probabilities: np.ndarray, posterior: np.ndarray, first_class: int) -> Distances:
     """Return how far a model is from the posterior.
 
     Args:
-        log_probabilities: of the model, nats, over all its V outputs.
-        posterior: of the C classes, which are the outputs ``first_class`` … ``first_class + C − 1``.
+        log_probabilities: float64 [B, P, V]: of the model, nats, over all its V outputs.
+        posterior: float64 [B, P, C]: of the C classes, which are the outputs ``first_class`` … ``first_class + C − 1``.
 
     Raises:
         ValueError: the shapes do not fit.
