@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from mhc.errors import did_you_mean
 from mhc.kernels.checks import is_whole
@@ -81,7 +80,7 @@ def check_axes(name: str, array: Any, *axes: tuple[str, int], leading: bool = Tr
 def check_leading(**leading: tuple[int, ...]) -> None:
     """Refuse leading axes, given by the arrays' names, that do not broadcast. Raises ValueError."""
     try:
-        np.broadcast_shapes(*leading.values())
+        jnp.broadcast_shapes(*leading.values())
     except ValueError:
         words = ", ".join(f"{name} {axes}" for name, axes in leading.items())
         raise ValueError(f"the leading axes do not broadcast: {words}") from None

@@ -265,3 +265,18 @@ def test_a_width_split_over_devices_is_not_gathered() -> None:
     assert "all-reduce" in text
     assert "all-gather" not in text
     assert "all-to-all" not in text
+
+
+def test_a_connection_can_be_exported_with_a_symbolic_batch() -> None:
+    """Shapes that are symbols broadcast as numbers do."""
+    from jax import export
+
+    connection = HyperConnection(8, n=2, kind="mhc", k=0, sublayers=2, collapse="head", rngs=nnx.Rngs(0))
+
+    def run(h: jax.Array) -> jax.Array:
+        return connection.collapse(connection(connection.expand(h), jnp.tanh))
+
+    (batch,) = export.symbolic_shape("b")
+    exported = export.export(jax.jit(run))(jax.ShapeDtypeStruct((batch, 8), jnp.float32))
+    h = jnp.linspace(-1.0, 1.0, 24).reshape(3, 8)
+    np.testing.assert_allclose(exported.call(h), run(h), rtol=1e-6)

@@ -988,7 +988,8 @@ def test_start_hands_the_manifest_to_the_cluster(world: World) -> None:
 
 
 # Without spinning: where a test is cut off, what it started may live on.
-FOREVER = "echo ready; while :; do read -t 0.05 <> <(:) || :; done"
+# The pipe is opened once: a signal that meets bash in a process substitution leaves it with half a command.
+FOREVER = "exec 9<> <(:); echo ready; while :; do read -t 0.05 -u 9 || :; done"
 PODS: dict[str, tuple[str, str, bool, int]] = {
     # what the command does, what the summary says, whether the pod is told to go, the pod's exit code
     "finished": ("exit 0", "finished", False, 0),
