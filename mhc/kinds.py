@@ -45,7 +45,7 @@ class Option(Rule):
     type: Any = dataclasses.field(default=None, kw_only=True)
     """The field's type, such as ``float | None``; None: that of the default."""
     initial: bool = dataclasses.field(default=False, kw_only=True)
-    """Whether the option only affects initial values, so that an exported model does not need it."""
+    """It is True where the option only affects initial values, so that an exported model does not need it."""
     anywhere: bool = dataclasses.field(default=False, kw_only=True)
     """Whether a config may set it under a kind that lacks it, so that one base config serves several kinds. Any other
     option is refused there, since it would silently have no effect."""

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from jaxtyping import Array, Float
 
 Cache = dict[str, jax.Array]
-"""What one layer keeps of the tokens so far, by name, each [B, slots, ...]."""
+"""It holds what one layer keeps of the tokens so far, by name, each [B, slots, ...]."""
 
 
 class Attention(nnx.Module):

@@ -225,7 +225,7 @@ STEPS = {  # of opening a corpus: the function after which the change comes
 def test_a_change_while_the_corpus_is_opened(
     kind: str, change: Callable[[Path], None], step: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is read then is the corpus as it is now or as it was, as a whole."""
+    """Hold that the corpus is read as it is now or as it was, as a whole."""
     data = make(kind, tmp_path)
     before, _ = opened_and_read(data, COUNT)
     shutil.rmtree(tmp_path / "cache", ignore_errors=True)

@@ -170,7 +170,7 @@ def test_half_a_file_never_stays_in_the_cache(tmp_path: Path) -> None:
 
 
 def test_a_user_without_a_home_reads_what_needs_no_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in containers whose user has a number alone."""
+    """Run as containers do whose user has a number alone."""
     import pwd
 
     def unknown(number: int) -> None:

@@ -1,4 +1,4 @@
-"""What stands in the way of a preparation: full disks, other processes, files that change."""
+"""Hold what a preparation does about obstacles: full disks, other processes, files that change."""
 
 from __future__ import annotations
 
@@ -176,7 +176,7 @@ def test_two_processes_do_not_prepare_the_same_folder(tmp_path: Path, small: tup
 def test_a_file_system_without_locks_is_told_and_no_error(
     tmp_path: Path, small: tuple[DataConfig, DataConfig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As NFS and Lustre may be mounted."""
+    """Run on a file system without locks, as NFS and Lustre may be mounted."""
     data, out = copied(small, tmp_path)
 
     def none_available(*_: object) -> None:

@@ -23,7 +23,7 @@ from tests.data.prepare.samples import ROOT, content, copied, write_lines
 
 @pytest.fixture
 def _heeds_interrupts() -> Iterator[None]:
-    """As a program in the foreground does; one that a shell began in the background inherits that they are ignored."""
+    """Take signals as a program in the foreground does: one in the background inherits that they are ignored."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)

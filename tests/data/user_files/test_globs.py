@@ -41,7 +41,7 @@ def test_files_are_sorted_and_named_below_the_fixed_part(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("pattern", ["*.jsonl", "**/*.jsonl", "b.jsonl"])
 def test_a_link_to_nothing_is_refused_and_not_passed_over(tmp_path: Path, pattern: str) -> None:
-    """As git-annex, DVC and datalad leave one for each file whose content was not fetched."""
+    """Leave a link as git-annex, DVC and datalad do for each file whose content was not fetched."""
     write(tmp_path / "a.jsonl")
     (tmp_path / "b.jsonl").symlink_to(".annex/objects/SHA256-e3b0c442")
     with pytest.raises(UserError, match=r"/b\.jsonl is a link to \.annex/objects/SHA256-e3b0c442, which is not there"):
