@@ -26,9 +26,10 @@ demo: $(TRAIN)
 	@$(RUN) -m eval.compare $(WORKDIR)
 	@echo "Open $(WORKDIR)/report.html in a browser."
 
-# Either writes the slowest tests to build/slowest.txt; tests/slowest.txt is that file as it was on a quiet machine.
+# Either writes the slowest tests to build/slowest.txt; tests/slowest.txt is that file as it was on a quiet machine. With a space
+# for the =, pytest takes a file that is there for a test's, and no longer knows the option.
 test: $(DEV)
-	$(RUN) -m pytest -m "not slow" --numprocesses 2 --dist loadfile --slowest build/slowest.txt
+	$(RUN) -m pytest -m "not slow" --numprocesses 2 --dist loadfile --slowest=build/slowest.txt
 
 smoke: $(DEV)
 	$(RUN) -m pytest -m "not slow" --numprocesses 2 --dist loadfile $(SMOKE)
@@ -38,7 +39,7 @@ test-scripts: $(DEV)
 	$(RUN) -m pytest -m scripts --numprocesses 2
 
 test-full: $(DEV)
-	$(RUN) -m pytest --slowest build/slowest.txt
+	$(RUN) -m pytest --numprocesses 2 --dist loadfile --slowest=build/slowest.txt
 
 lint: $(DEV)
 	$(RUN) -m ruff check .

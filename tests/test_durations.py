@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -60,3 +61,23 @@ def test_phases_of_a_test_are_added_and_an_unmarked_long_test_is_named(
     measured.pytest_sessionfinish()
     assert (tmp_path / "new" / "slowest.txt").read_text("utf-8").startswith("1 tests, 0 CPU seconds in tests")
     assert measured.tests["a.py::test"].cpu == pytest.approx(0.12, abs=0.05)
+
+
+def test_no_value_of_an_option_can_be_taken_for_a_test() -> None:
+    """Read the commands of Makefile: a file that the last run left must not change what the next one collects.
+
+    A value that stands apart from an option of tests/conftest.py is a path to pytest, if there is one of that name: it
+    then looks for a conftest.py beside that.
+    """
+    makefile = Path(__file__).parents[1] / "Makefile"
+    commands = [
+        line.partition("-m pytest ")[2] for line in makefile.read_text("utf-8").splitlines() if "-m pytest" in line
+    ]
+    assert len(commands) >= 4
+    for command in commands:
+        words = shlex.split(command)
+        takes_a_word = {"-m", "--numprocesses", "--dist"}  # known before any conftest.py is read
+        apart = [
+            w for before, w in zip(["", *words], words, strict=False) if w[0] != "-" and before not in takes_a_word
+        ]
+        assert all(word == "$(SMOKE)" for word in apart), command
