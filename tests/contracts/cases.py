@@ -40,7 +40,7 @@ class Group:
 
     @property
     def exact(self) -> frozenset[str]:
-        """What its H_res keeps to rounding: see ``Mixing.exact``. Kinds that tests register mix as mhc does, or turn."""
+        """What its H_res keeps to rounding: see ``Mixing.exact``. What tests register mixes as mhc does, or turns."""
         if self.spec.mixing:
             exact: frozenset[str] = kinds.referred(self.spec.mixing).exact
             return exact
