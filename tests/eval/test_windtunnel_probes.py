@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from mhc.data.windtunnel import Bijection, HiddenMarkov
+from mhc.data.windtunnel import Bijection, HiddenMarkov, Task
 from mhc.eval.windtunnel import probes
 from mhc.eval.windtunnel.depth import FLOOR, parts, targets
 
-TASKS = {"bijection": Bijection(6), "hmm": HiddenMarkov(observations=6, states=3, symbols=3)}
+TASKS: dict[str, Task] = {"bijection": Bijection(6), "hmm": HiddenMarkov(observations=6, states=3, symbols=3)}
 GROUPS = (slice(0, 1), slice(1, None))
 tasks = pytest.mark.parametrize("name", list(TASKS))
 
@@ -48,7 +48,7 @@ def fitted(
         for block in (numbers[:10], numbers[10:]):
             part.add(block, *features(block))
         sums.append(part)
-    probe = probes.fit(*sums, GROUPS, within=within)
+    probe = probes.fit(sums[0], sums[1], GROUPS, within=within)
     return probe, [probe.score(scored, *features(scored))]
 
 
