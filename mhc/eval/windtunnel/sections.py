@@ -78,7 +78,7 @@ class Section:
         return cast("Measure", importlib.import_module(f"mhc.eval.windtunnel.{self.module}"))
 
 
-SECTIONS: tuple[Section, ...] = ()
+SECTIONS: tuple[Section, ...] = (Section("depth", "Where the posterior can be read", "depth"),)
 
 
 def chosen(names: Sequence[str] | None) -> list[Section]:
