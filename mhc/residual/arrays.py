@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from mhc.errors import did_you_mean
-from mhc.kernels.checks import is_whole
+from mhc.kernels.checks import accumulation_dtype, is_whole
 
 if TYPE_CHECKING:
     from jax.typing import ArrayLike
@@ -23,13 +23,13 @@ def promoted(**arrays: ArrayLike) -> tuple[jax.Array, ...]:
     """
     for name, array in arrays.items():
         try:
-            real = jnp.issubdtype(jnp.promote_types(jnp.result_type(array), jnp.float32), jnp.floating)
+            real = jnp.issubdtype(accumulation_dtype(array), jnp.floating)
         except (TypeError, ValueError):
             real = False
         if not real:
             kind = getattr(array, "dtype", type(array).__name__)
             raise TypeError(f"{name} must be an array of real numbers that jax promotes to float32, got {kind}")
-    dtype = jnp.promote_types(jnp.result_type(*arrays.values()), jnp.float32)
+    dtype = accumulation_dtype(*arrays.values())
     return tuple(jnp.asarray(array, dtype) for array in arrays.values())
 
 

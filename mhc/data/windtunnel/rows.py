@@ -100,7 +100,7 @@ def _fill(made: Task, seed: int, split: Split, numbers: Sequence[int], batch: Ba
     batch["targets"][rows, made.places] = sequences.targets + made.first_class
     batch["weights"][rows, made.places] = 1.0
     batch["segment_ids"][rows] = 1
-    batch["positions"][rows] = np.arange(made.length, dtype=np.int32)
+    batch["positions"][rows] = made.positions(seed, split, numbers)
     if made.classes is not None:
         batch["posterior"][rows, made.places] = sequences.posterior
 
