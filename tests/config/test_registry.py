@@ -55,7 +55,8 @@ def test_every_preset_collapse_and_size_builds_and_no_other(kind: kinds.Kind) ->
             options: dict[str, Any] = {"n": n, field: value}
             if value in has[field]:
                 assert getattr(config(kind.name, **options), field) == value
-                nnx.eval_shape(lambda options=options: residual.build(kind.name, 8, rngs=nnx.Rngs(0), sublayers=4, **options))
+                options |= {"sublayers": 4}
+                nnx.eval_shape(lambda options=options: residual.build(kind.name, 8, rngs=nnx.Rngs(0), **options))
             else:
                 with pytest.raises(UserError, match=rf"^residual\.{field}: given {value!r}, allowed: .*{kind.name}"):
                     config(kind.name, **options)

@@ -28,7 +28,7 @@ KINDS = ("go_mhc", "tbp_mhc", "shc", "iso", "ortho", "circulant")
 
 def maps_of(kind: str, case: Case, x: jax.Array, params: dict[str, jax.Array]) -> F.Maps:
     options = {name.removeprefix("option_"): value.item() for name, value in case.items() if name.startswith("option_")}
-    return F.mhc_maps(x, params, kind=kind, **EPS, **options)
+    return F.mhc_maps(x, params, kind=kind, s=options.get("s", 2), gamma=options.get("gamma"), **EPS)  # type: ignore[arg-type]
 
 
 def parameters(case: Case, dtype: Any) -> dict[str, jax.Array]:
