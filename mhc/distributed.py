@@ -192,7 +192,11 @@ class StopRequest:
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
-        """Handle the signals within the block."""
+        """Handle the signals within the block.
+
+        A SIGINT that is ignored stays so: a shell starts what runs in the background that way, so that the keyboard's
+        interrupt goes to the foreground alone.
+        """
         several = jax.process_count() > 1
         interrupts = 0
 
@@ -207,7 +211,8 @@ class StopRequest:
                 self.asked = True
 
         numbers = (signal.SIGINT,) if several else (signal.SIGTERM, signal.SIGINT)
-        before = {number: signal.signal(number, ask) for number in numbers}
+        heard = [number for number in numbers if (number, signal.getsignal(number)) != (signal.SIGINT, signal.SIG_IGN)]
+        before = {number: signal.signal(number, ask) for number in heard}
         try:
             yield
         finally:

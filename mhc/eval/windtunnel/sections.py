@@ -78,7 +78,10 @@ class Section:
         return cast("Measure", importlib.import_module(f"mhc.eval.windtunnel.{self.module}"))
 
 
-SECTIONS: tuple[Section, ...] = (Section("depth", "Where the posterior can be read", "depth"),)
+SECTIONS: tuple[Section, ...] = (
+    Section("depth", "Where the posterior can be read", "depth"),
+    Section("geometry", "Geometry of attention", "geometry"),
+)
 
 
 def chosen(names: Sequence[str] | None) -> list[Section]:
