@@ -1,4 +1,4 @@
-"""Make H_res from a token's residual logits: one way a file, one for each relative of mhc.
+"""Make H_res from a token's residual logits; each file has the way of one relative of mhc.
 
 Reads, writes and gates of all of them are alike (``mhc.residual.manifold``). A ``Mixing`` says how many residual logits
 a token has, what bias they start from, and what H_res they give.
@@ -37,13 +37,14 @@ class Mixing:
     """Whether residual logits of zero, the presets ``fanin`` and ``v4``, can be trained from."""
 
     def logits(self, n: int) -> int:
-        """Return R, the number of residual logits of a token with N streams. Raises ValueError where N does not
-        exist."""
+        """Return R, the number of residual logits of a token. Raises ValueError for an N that it does not have."""
         raise NotImplementedError
 
     def initial(self, n: int, gap: float) -> jax.Array:
-        """Return the bias [R], float32, from which H_res starts near the identity: every other logit is ``gap``
-        lower. Needed where ``start`` is not overridden."""
+        """Return the bias [R], float32, from which H_res starts near the identity.
+
+        The logits of the identity are ``gap`` above all others. Nothing calls this where ``start`` is overridden.
+        """
         raise NotImplementedError
 
     def start(self, n: int, *, init: str, gap: float, key: jax.Array | None = None) -> jax.Array:
@@ -55,8 +56,10 @@ class Mixing:
         return self.initial(n, 8.0 if init == "home" else gap)
 
     def gates(self, n: int) -> tuple[int, ...]:
-        """Return how many consecutive residual logits share each of the gates alpha that follow those of pre and
-        post; their sum is R."""
+        """Return how many consecutive residual logits share each gate alpha after those of pre and post.
+
+        The numbers sum to R.
+        """
         return (self.logits(n),)
 
     def own(self) -> dict[str, jax.Array]:
@@ -79,13 +82,14 @@ class Mixing:
         return 0
 
     def order_under(self, other: Mixing, n: int) -> np.ndarray | None:
-        """Return the order [R] in which residual logits must stand for ``other``, the same mixing under another
-        convention, to project the same matrix; None: the order that they have."""
+        """Return the order [R] of residual logits under which ``other`` projects the same matrix.
+
+        ``other`` is the same mixing under another convention. None stands for the order that they have.
+        """
         return None
 
     def reference(self, logits: jax.Array, n: int) -> jax.Array:
-        """Return H_res [..., N, N] of logits [..., R], in the dtype of the logits: the mathematics, as it is
-        written."""
+        """Return H_res [..., N, N] of logits [..., R], in the dtype of the logits, as the definition writes it."""
         raise NotImplementedError
 
     def __call__(self, logits: jax.Array, n: int) -> jax.Array | None:
