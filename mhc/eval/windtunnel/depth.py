@@ -115,16 +115,19 @@ class _Batches:
     def over(self, numbers: range) -> Iterator[tuple[range, dict[str, np.ndarray], np.ndarray]]:
         """Yield (numbers of some sequences, {view: features [K, B, P, D]}, targets [B, P, E]); K is (S + 1) · N."""
         blocks = [numbers[first : first + self._size] for first in range(0, len(numbers), self._size)]
-        drawn = [self._task.make(0, "validation", block) for block in blocks]
-        inputs = (
-            {"tokens": each.tokens, "places": np.tile(self._task.places.astype(np.int32), (len(each.tokens), 1))}
-            for each in drawn
-        )
-        # All batches are of one size, so that one program serves them.
-        results = self._program.each((filled(each, self._size) for each in inputs), ("tokens", "places"))
-        for block, each, (_, states) in zip(blocks, drawn, results, strict=True):
+        places = self._task.places.astype(np.int32)
+
+        def inputs() -> Iterator[dict[str, np.ndarray]]:
+            for block in blocks:
+                drawn = self._task.make(0, "validation", block)
+                batch = {"tokens": drawn.tokens, "places": np.tile(places, (len(block), 1))}
+                # All batches are of one size, so that one program serves them.
+                yield {**filled(batch, self._size), "posterior": drawn.posterior}
+
+        for block, (batch, states) in zip(blocks, self._program.each(inputs(), ("tokens", "places")), strict=True):
             self._streams = {name: x.shape[3] for name, x in states.items()}
-            yield block, {name: _flat(x[: len(block)]) for name, x in states.items()}, targets(each.posterior)
+            features = {name: _flat(x[: len(block)]) for name, x in states.items()}
+            yield block, features, targets(batch["posterior"])
 
     def unflattened(self, view: str, values: np.ndarray) -> np.ndarray:
         """Return values [K, ...] of a view as [S + 1, N, ...]."""
