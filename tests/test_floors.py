@@ -63,7 +63,7 @@ LIBRARY = ("mhc.residual", "mhc.kernels", "mhc.rng", "mhc.kinds", "mhc.rules", "
 LIBRARY_NEEDS = {"jax", "flax", "numpy"}  # numpy comes with jax
 # functional.py and what it is made of are the bottom of the house, though they lie in the residual's folder:
 # kernels are checked against them.
-FLOORS |= {f"mhc.residual.{name}": 2 for name in ("functional", "arrays", "initial", "runner", "mixing")}
+FLOORS |= {f"mhc.residual.{name}": 2 for name in ("functional", "arrays", "initial", "runner", "mixing", "reads")}
 
 
 def floor(module: str) -> int | None:
