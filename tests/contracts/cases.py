@@ -80,7 +80,12 @@ def groups() -> list[Group]:
     found = []
     for name, kind in specs().items():
         sinkhorns = ("paper", "deepseek") if name == "mhc" else ("paper",)
-        found += [Group(name, n, sinkhorn) for sinkhorn in sinkhorns for n in SIZES if n in kind.streams]
+        found += [
+            Group(name, n, sinkhorn)
+            for sinkhorn in sinkhorns
+            for n in SIZES
+            if n in kind.streams and (name not in SLOTS or n != 3)
+        ]
     return found
 
 

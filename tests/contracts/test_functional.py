@@ -140,6 +140,8 @@ def test_gradients_are_finite_and_everything_learns(group: Group) -> None:
             entries(group, jax.tree.map(lambda leaf, p=p, step=step: leaf[p, step], history.grads["maps"]))
             for step in (1, 2)
         )
+        shared = [jax.tree.map(lambda leaf, p=p, s=s: leaf[p, s], history.grads["topology"]) for s in (1, 2)]
+        assert all(np.any(a != 0) or np.any(b != 0) for a, b in zip(*map(jax.tree.leaves, shared), strict=True)), init
         for name, leaf in second.items():
             assert leaf.size, name
             assert np.any(leaf != 0) or np.any(third[name] != 0), f"{init}: the gradient of {name} is zero"
