@@ -80,6 +80,9 @@ class Kind:
     model's weights can be trained on under this kind (upcycling); empty: no initial maps do that."""
     collapses: tuple[str, ...] = ("mean", "sum", "head")
     """The ways in which streams become one after the last block, the default first; empty: there is no choice."""
+    own_norms: bool = False
+    """Whether its reads normalise in the place of the model's norms (``owns_norm`` of its topology): then a model that
+    has trained norms cannot go on under it, whatever ``preserving`` says."""
     options: Mapping[str, Option] = dataclasses.field(default_factory=dict)
     """Its options by name. Those that are arguments of its builder are passed to it."""
     parameters: Mapping[str, Parameter] = dataclasses.field(default_factory=dict)

@@ -215,6 +215,7 @@ FRAC = Kind(
 GATED_RESIDUAL = Kind(
     "gated_residual",
     **_AS_PLAIN,
+    own_norms=True,
     options={"rank": _RANK, "rms_eps": _RMS_EPS},
     parameters={
         f"{place}{name}": Parameter(axes)

@@ -25,13 +25,14 @@ from mhc.residual import protocol
 from mhc.rng import path_key
 from tests.contracts import topologies
 
-OWN = (kinds.PLAIN, kinds.HC, kinds.MHC, kinds.MHC_LITE, kinds.KROMHC, kinds.IDENTITY)
+OWN = tuple(kinds.known().values())
+WIDTH = 840  # which every number of slots to 8 divides
 by_name = pytest.mark.parametrize("kind", OWN, ids=lambda kind: kind.name)
 
 
 def config(kind: str, **fields: object) -> ResidualConfig:
     """Return the configuration's residual group, its combinations checked."""
-    return config_lib.from_config_dict({"residual": {"kind": kind, **fields}}).residual
+    return config_lib.from_config_dict({"model": {"width": WIDTH}, "residual": {"kind": kind, **fields}}).residual
 
 
 def leaves(topology: nnx.Module) -> dict[str, tuple[int, ...]]:
@@ -55,7 +56,8 @@ def test_every_preset_collapse_and_size_builds_and_no_other(kind: kinds.Kind) ->
             options: dict[str, Any] = {"n": n, field: value}
             if value in has[field]:
                 assert getattr(config(kind.name, **options), field) == value
-                nnx.eval_shape(lambda options=options: residual.build(kind.name, 8, rngs=nnx.Rngs(0), **options))
+                made = {"rngs": nnx.Rngs(0), "sublayers": 4, **options}
+                nnx.eval_shape(lambda made=made: residual.build(kind.name, WIDTH, **made))
             else:
                 with pytest.raises(UserError, match=rf"^residual\.{field}: given {value!r}, allowed: .*{kind.name}"):
                     config(kind.name, **options)
@@ -90,6 +92,10 @@ OTHER: dict[str, Any] = {
     "rms_eps": 1e-3,
     "map_eps": 1e-3,
     "sinkhorn_eps": 1e-3,
+    "rank": 3,
+    "block": 2,
+    "dilation": 2,
+    "variant": "rw",
 }
 
 
@@ -166,7 +172,6 @@ def test_a_kind_has_a_default_number_of_streams(streams: tuple[int, ...], n: int
         (kinds.Kind("some", streams=()), "streams must be a tuple of ints from 1"),
         (kinds.Kind("some", streams=(0, 2)), "streams must be a tuple of ints from 1"),
         (kinds.Kind("some", streams=4), "streams must be a tuple of ints from 1"),  # type: ignore[arg-type]
-        (kinds.Kind("some", collapses=()), "collapses must not be empty"),
         (kinds.Kind("some.kind"), "its name must be letters, digits"),
         (kinds.Kind(""), "its name must be letters, digits"),
         (kinds.Kind("some", options={"a-b": kinds.Option("a", default=1)}), "must be a Python identifier"),
