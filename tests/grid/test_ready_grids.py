@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from mhc import kinds
 from mhc.errors import UserError
 from mhc.grid import plan
 from mhc.grid.plan import Plan
