@@ -56,8 +56,8 @@ def test_every_preset_collapse_and_size_builds_and_no_other(kind: kinds.Kind) ->
             options: dict[str, Any] = {"n": n, field: value}
             if value in has[field]:
                 assert getattr(config(kind.name, **options), field) == value
-                made = {"rngs": nnx.Rngs(0), "sublayers": 4, **options}
-                nnx.eval_shape(lambda made=made: residual.build(kind.name, WIDTH, **made))
+                made = {"sublayers": 4, **options}
+                nnx.eval_shape(lambda made=made: residual.build(kind.name, WIDTH, rngs=nnx.Rngs(0), **made))
             else:
                 with pytest.raises(UserError, match=rf"^residual\.{field}: given {value!r}, allowed: .*{kind.name}"):
                     config(kind.name, **options)
@@ -208,13 +208,14 @@ def test_what_preserves_a_function_is_a_config_of_the_kind(kind: kinds.Kind) -> 
 def test_every_parameter_is_declared_with_its_axes(kind: kinds.Kind) -> None:
     def make() -> list[nnx.Module]:
         options: dict[str, Any] = {"collapse": "head"} if "head" in kind.collapses else {}
-        topology = residual.build(kind.name, 8, rngs=nnx.Rngs(0), **options)
+        topology = residual.build(kind.name, 8, rngs=nnx.Rngs(0), sublayers=4, **options)
         return [topology, topology.connection(0, rngs=nnx.Rngs(0))]
 
     topology, connection = nnx.eval_shape(make)
     shapes = {f"residual/{path}": shape for path, shape in leaves(topology).items()}
     shapes |= {f"x_residual/{path}": shape for path, shape in leaves(connection).items()}
-    assert {path.removeprefix("x_residual/") for path in shapes if path[0] == "x"} == set(kind.parameters)
+    own = {path.partition("residual/")[2] for path in shapes if not path.startswith("residual/head/")}
+    assert own == set(kind.parameters)
     for path, shape in shapes.items():
         assert len(sharding.logical_axes(path, len(shape))) == len(shape)
         assert parameter(path).group == "maps" and not parameter(path).decay
@@ -228,8 +229,8 @@ def test_every_field_reaches_the_topology(kind: kinds.Kind, monkeypatch: pytest.
     whole = config_lib.from_config_dict({"residual": {"kind": kind.name}, "model": {"layers": 7}})
     build_topology(whole, path_key(jax.random.key(0)))
     assert given["sublayers"] == 14
-    presets = {"init"} if kind.inits else set()
-    assert set(given) == {"n", "collapse", "sublayers"} | presets | set(kind.options) - {"decay_dynamic"}
+    presets = ({"init"} if kind.inits else set()) | ({"collapse"} if kind.collapses else set())
+    assert set(given) == {"n", "sublayers"} | presets | set(kind.options) - {"decay_dynamic"}
 
 
 def test_options_of_the_configuration_change_the_topology() -> None:
