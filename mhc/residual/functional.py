@@ -9,7 +9,7 @@ One sublayer F with its maps is
 
     x'_i = sum_j res[i, j] x_j + post[i] F(sum_j pre[j] x_j)
 
-``res[i, j]`` is the weight of input stream j in output stream i, for every topology and whatever a peer stores.
+``res[i, j]`` is the weight of input stream j in output stream i for every topology, whatever other projects store.
 
 These are the reference: short, differentiable in both modes, exact. The training path uses ``mhc.kernels``, which is
 tested against them.
@@ -285,8 +285,9 @@ def collapse_head(
 
 
 def single_gains(res: ArrayLike) -> Gains:
-    """Return the gains of each map alone, [..., N, N] -> [...]: max_i |sum_j H[i, j]| forward, max_j |sum_i H[i, j]|
-    backward."""
+    """Return the gains of each map alone, [..., N, N] -> [...].
+
+    The forward gain is max_i |sum_j H[i, j]|, the backward gain max_j |sum_i H[i, j]|."""
     (res,) = promoted(res=res)
     check_square("res", res.shape)
     return Gains(jnp.max(jnp.abs(jnp.sum(res, -1)), -1), jnp.max(jnp.abs(jnp.sum(res, -2)), -1))

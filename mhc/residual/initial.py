@@ -12,8 +12,8 @@ preset         phi                       alpha  bias of pre        bias of post 
 ``v4``         normal, std 0.02          1      0                  0                 0
 =============  ========================  =====  =================  ================  ================================
 
-A bias of zeros with a phi of zeros is none of them: every stream then gets the same, so that the streams stay equal for
-ever and N of them cost what they do for nothing.
+No preset has zeros for both bias and phi: a sublayer would add the same to every stream, the streams would stay equal
+for ever, and N of them would compute what one does.
 """
 
 from __future__ import annotations

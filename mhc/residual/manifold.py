@@ -13,6 +13,7 @@ from flax import nnx
 from mhc import kernels
 from mhc.kernels.checks import check_sinkhorn
 from mhc.residual import initial
+from mhc.residual.arrays import promoted
 from mhc.residual.mixing import Mixing, configured
 from mhc.residual.mixing.sinkhorn import Sinkhorn
 from mhc.residual.runner import Runner
@@ -40,10 +41,12 @@ class ManifoldMaps(StreamConnection):
 
     def token_maps(self, x: jax.Array) -> TokenMaps:
         n = self.n
-        raw = kernels.project(x, self.phi[...], self.rms_eps)  # [2N+R, ...]
+        raw, alpha, bias = promoted(  # raw [2N+R, ...]
+            raw=kernels.project(x, self.phi[...], self.rms_eps), alpha=self.alpha[...], bias=self.bias[...]
+        )
         tokens = (1,) * (raw.ndim - 1)
-        alpha = jnp.repeat(self.alpha[...], jnp.array([n, n, raw.shape[0] - 2 * n]), total_repeat_length=raw.shape[0])
-        logits = raw * alpha.reshape(-1, *tokens) + self.bias[...].reshape(-1, *tokens)
+        gates = jnp.repeat(alpha, jnp.array([n, n, raw.shape[0] - 2 * n]), total_repeat_length=raw.shape[0])
+        logits = raw * gates.reshape(-1, *tokens) + bias.reshape(-1, *tokens)
         pre = jax.nn.sigmoid(logits[:n]) + (self.map_eps if self.preset == "deepseek" else 0.0)
         return TokenMaps(pre, 2.0 * jax.nn.sigmoid(logits[n : 2 * n]), self.mixing(logits[2 * n :], n))
 

@@ -34,7 +34,7 @@ class Runner:
         raise NotImplementedError
 
     def read(self, state, name, k):
-        """Return (the input u [B, T, D] of sublayer k, what ``write`` needs); ``name``: of its connection."""
+        """Return (the input u [B, T, D] of sublayer k, what ``write`` needs); ``name`` is that of the connection."""
         raise NotImplementedError
 
     def write(self, state, y, context):

@@ -15,6 +15,7 @@ from typing import Any
 from mhc import cli
 from mhc.errors import UserError
 from mhc.eval.common import checkpoints
+from mhc.eval.windtunnel import sections
 
 MOST = 48  # checkpoints of one comparison
 
@@ -31,6 +32,15 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument(
         "--observations", type=int, metavar="K", help="windtunnel:hmm: observations of a sequence; without: as trained"
     )
+    parser.add_argument(
+        "--measures",
+        nargs="+",
+        metavar="NAME",
+        help="what is measured beside the belief: "
+        + ", ".join(section.name for section in sections.SECTIONS)
+        + "; all takes every one; without: "
+        + (", ".join(section.name for section in sections.chosen(None)) or "the belief alone"),
+    )
     parser.add_argument("--json", metavar="FILE", help="write what was measured there")
     parser.add_argument("--out", metavar="DIR", help="write windtunnel.html, its figure and windtunnel.json there")
     options, rest = parser.parse_known_args(arguments)
@@ -39,6 +49,7 @@ def main(arguments: Sequence[str]) -> int:
         raise UserError(f"--sequences: given {options.sequences}, allowed: 2 or more")
     if len(options.checkpoint) > MOST:
         raise UserError(f"--checkpoint: given {len(options.checkpoint)}, allowed: at most {MOST}")
+    chosen = sections.chosen(options.measures)
     out = cli.check_writable(options.out, "--out") if options.out else None
     if options.json:
         cli.check_file(options.json, "--json")
@@ -46,25 +57,33 @@ def main(arguments: Sequence[str]) -> int:
     from mhc.eval.windtunnel import belief, page
     from mhc.files import write_json
 
-    beliefs = []
+    measures = {section.name: section.load() for section in chosen}
+    found: list[page.Found] = []
     for name in options.checkpoint:
         checkpoint = checkpoints.load(name, options.step, average=options.average, changes=changes)
         source = None
         if options.observations is not None:
             source = belief.longer(checkpoint.config.data.source, options.observations)
-        belief.fitting(checkpoint, source)
+        task = belief.fitting(checkpoint, source)
         print(f"{checkpoint.name}: compiling, then measuring", file=sys.stderr)
-        beliefs.append(belief.measure(checkpoint, options.sequences, source))
+        results = {}
+        measured = belief.measure(checkpoint, options.sequences, source)
+        for measure, module in measures.items():
+            print(f"{checkpoint.name}: {measure}", file=sys.stderr)
+            results[measure] = module.measure(checkpoint, task, options.sequences)
+        found.append(page.Found(measured, results))
         del checkpoint
     report: dict[str, Any] = {
-        "checkpoints": [belief.as_json(one) for one in beliefs],
-        "topologies": page.topologies(beliefs),
+        "checkpoints": [
+            belief.as_json(one.belief) | {name: result.json for name, result in one.results.items()} for one in found
+        ],
+        "topologies": page.topologies(found),
     }
     print(page.text_table(report))
     if options.json:
         write_json(options.json, report)
     if out is not None:
-        print(page.write(beliefs, report, out))
+        print(page.write(found, report, chosen, out))
     return 0
 
 

@@ -1,4 +1,4 @@
-"""Make H_res from a token's residual logits: one way a file, one for each relative of mhc.
+"""Make H_res from a token's residual logits; each file has the way of one relative of mhc.
 
 Reads, writes and gates of all of them are alike (``mhc.residual.manifold``). A ``Mixing`` says how many residual logits
 a token has, what bias they start from, and what H_res they give.
@@ -29,23 +29,25 @@ class Mixing:
     """The same in numpy, for exported models; None: they are refused."""
 
     def logits(self, n: int) -> int:
-        """Return R, the number of residual logits of a token with N streams. Raises ValueError where N does not
-        exist."""
+        """Return R, the number of residual logits of a token. Raises ValueError for an N that it does not have."""
         raise NotImplementedError
 
     def initial(self, n: int, gap: float) -> jax.Array:
-        """Return the bias [R], float32, from which H_res starts near the identity: every other logit is ``gap``
-        lower."""
+        """Return the bias [R], float32, from which H_res starts near the identity.
+
+        The logits of the identity are ``gap`` above all others.
+        """
         raise NotImplementedError
 
     def order_under(self, other: Mixing, n: int) -> np.ndarray | None:
-        """Return the order [R] in which residual logits must stand for ``other``, the same mixing under another
-        convention, to project the same matrix; None: the order that they have."""
+        """Return the order [R] of residual logits under which ``other`` projects the same matrix.
+
+        ``other`` is the same mixing under another convention. None stands for the order that they have.
+        """
         return None
 
     def reference(self, logits: jax.Array, n: int) -> jax.Array:
-        """Return H_res [..., N, N] of logits [..., R], in the dtype of the logits: the mathematics, as it is
-        written."""
+        """Return H_res [..., N, N] of logits [..., R], in the dtype of the logits, as the definition writes it."""
         raise NotImplementedError
 
     def __call__(self, logits: jax.Array, n: int) -> jax.Array | None:
