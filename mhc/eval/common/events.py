@@ -13,5 +13,5 @@ def flags_loss(event: Mapping[str, Any]) -> bool:
 
 
 def lead_window(probe_every: int) -> int:
-    """Return the number of steps within which a crossing counts as having led: two probes, and at least 32."""
+    """Return the number of steps within which a crossing counts as leading: two probes, and at least 32."""
     return max(32, 2 * probe_every)
