@@ -233,7 +233,7 @@ def _check_laurel(config: Any) -> None:
         refuse("residual.rank", config.residual.rank, "None with residual.variant=rw: it has no matrices")
 
 
-_ONE_STREAM = {"streams": (1,), "why_streams": "it has one stream, and its past"}
+_ONE_STREAM: dict[str, Any] = {"streams": (1,), "why_streams": "it has one stream, and its past"}
 _AS_PLAIN: dict[str, Any] = {"inits": ("home", "equivalent"), "preserving": {"init": "equivalent"}, "collapses": ()}
 _RANK = Option(
     "gated_residual, laurel: width r of the low-rank part; None: D / 8", default=None, type=int | None, low=1

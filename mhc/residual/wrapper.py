@@ -100,9 +100,11 @@ class HyperConnection(Connection):
             return state
         sublayers = 2 * self.residual.period
         if isinstance(self.number, nnx.Variable):
-            ends = (self.number[...] + 1) % sublayers == 0
             return jax.lax.cond(
-                ends, lambda state: self.residual.hand_on(self.residual.settle(state)), lambda state: state, state
+                (self.number[...] + 1) % sublayers == 0,
+                lambda state: self.residual.hand_on(self.residual.settle(state)),
+                lambda state: state,
+                state,
             )
         ends = (self.number + 1) % sublayers == 0
         return self.residual.hand_on(self.residual.settle(state)) if ends else state
