@@ -68,6 +68,7 @@ class Hidden(NamedTuple):
     """Holds the results of a pass over whole rows."""
 
     h: jax.Array  # hidden states before the head [B, T, D]
+    state: State  # the residual topology's, settled, that they were collapsed from
     observed: dict[str, jax.Array]  # what the observer returned, stacked over depth
     router: dict[str, jax.Array]  # load [L', E], balance [L'] and z [L'] of the L' layers with experts, or empty
 
@@ -124,7 +125,7 @@ class Decoder(nnx.Module):
         return self.embed.table[...] if self.config.head.tied else self.head.kernel[...]
 
     def embed_tokens(self, tokens: Int[Array, "B T"], positions: Int[Array, "B T"]) -> Float[Array, "B T D"]:
-        """Return what the topology's streams start from, in the compute dtype."""
+        """Return the embeddings that the topology's streams start from, in the compute dtype."""
         dtype = jnp.dtype(self.config.model.dtype)
         with jax.named_scope("embed"):
             x = self.embed(tokens, dtype)
@@ -165,10 +166,10 @@ class Decoder(nnx.Module):
             seen.append(seen_in_stack)
         observed = jax.tree.map(lambda *parts: jnp.concatenate(parts), *[stack.observed for stack in seen])
         h = self._collapse(carry.state)
-        return Hidden(h, _by_depth(observed), seen[-1].router)
+        return Hidden(h, self.residual.settle(carry.state), _by_depth(observed), seen[-1].router)
 
     def _begin(self, tokens: jax.Array, positions: jax.Array) -> Carry:
-        """Return what block 0 starts from."""
+        """Return the carry that block 0 starts from."""
         x = self.embed_tokens(tokens, positions)
         state = laid_out(self.residual, self.residual.expand(sharding.split_width(x)), x.shape)
         return Carry(state, memory.empty(self.config, *tokens.shape))
@@ -350,7 +351,7 @@ class Decoder(nnx.Module):
 
 
 def _by_depth(seen: tuple[dict[str, jax.Array], ...]) -> dict[str, jax.Array]:
-    """Join what was observed of attention and of feed-forward, each stacked over blocks, in depth order."""
+    """Join the observations of attention and of feed-forward, each stacked over blocks, in depth order."""
     joined: dict[str, jax.Array] = {}
     for name in dict.fromkeys(name for sublayer in seen for name in sublayer):
         values = [sublayer[name] for sublayer in seen if name in sublayer]

@@ -1,4 +1,4 @@
-"""Let attention of one block leave arrays to that of later blocks, beside the residual stream.
+"""Let the attention of one block leave arrays for the attention of later blocks, beside the residual stream.
 
 A *memory* is a dict of arrays that travels through depth with the residual's state; it is empty where no link asks for
 one. Its leaves follow the state rule of ``mhc.residual.protocol``: [B, T, ...], or a scalar. Every pass makes it anew,
@@ -39,6 +39,10 @@ class Link(nnx.Module):
         """Return the link's part of the memory before block 0, under names that no other link uses."""
         raise NotImplementedError
 
+    def constants(self) -> dict[str, jax.Array]:
+        """Return learned numbers that are worth a probe, the same for every token: {name: array}."""
+        return {}
+
     def __call__(
         self, q: Float[Array, "B T H K"], k: Float[Array, "B T G K"], v: Float[Array, "B T G J"], memory: Memory
     ) -> tuple[jax.Array, jax.Array, jax.Array, Memory]:
@@ -47,7 +51,7 @@ class Link(nnx.Module):
 
 
 class Row(NamedTuple):
-    """Holds a row of ``LINKS``."""
+    """Describes a link: a row of ``LINKS``."""
 
     has: Callable[[Config], bool]
     """Says whether a model of this config has the link."""

@@ -61,6 +61,9 @@ class HyperConnection(Connection):
         with blamed(kind, "`connection`"):
             self.connection = self.residual.connection(k, rngs=key / "connection")
         self.width, self.kind = int(width), kind
+        # A topology with a period hands on after its last sublayer; a traced number is kept with the parameters.
+        if self.residual.period is not None:
+            self.number = int(k) if is_whole(k) else nnx.Variable(jnp.asarray(k))
         # What every state looks like is seen from one of 2 x 3 tokens: the axes of each leaf after those of the tokens.
         like = jax.eval_shape(self.residual.expand, jax.ShapeDtypeStruct((2, 3, self.width), jnp.float32))
         self.state_structure = str(jax.tree.structure(like))
@@ -87,9 +90,24 @@ class HyperConnection(Connection):
     def write(self, state: State, y: jax.Array, context: Context) -> State:
         lead = self._check_state("write", state)
         self._check_tokens("write", "y", y, lead)
-        after = self.connection.write(state, y, context)
+        after = self._handed_on(self.connection.write(state, y, context))
         # A kind from elsewhere may let a wider y widen its state.
         return jax.tree.map(lambda new, old: new if new.dtype == old.dtype else new.astype(old.dtype), after, state)
+
+    def _handed_on(self, state: State) -> State:
+        """Return the state for the next sublayer: at the end of a topology's period, what ``hand_on`` makes of it."""
+        if self.residual.period is None:
+            return state
+        sublayers = 2 * self.residual.period
+        if isinstance(self.number, nnx.Variable):
+            return jax.lax.cond(
+                (self.number[...] + 1) % sublayers == 0,
+                lambda state: self.residual.hand_on(self.residual.settle(state)),
+                lambda state: state,
+                state,
+            )
+        ends = (self.number + 1) % sublayers == 0
+        return self.residual.hand_on(self.residual.settle(state)) if ends else state
 
     def measures(self, context: Context) -> dict[str, jax.Array]:
         return self.connection.measures(context)
@@ -98,11 +116,11 @@ class HyperConnection(Connection):
         return self.connection.maps(context)
 
     def _place(self, method: str) -> str:
-        """Return what a message begins with: the connection and the method."""
+        """Return the beginning of a message: the connection and the method."""
         return f"HyperConnection(width={self.width}, kind={self.kind!r}).{method}"
 
     def _check_tokens(self, method: str, name: str, array: Any, lead: tuple[int, ...] | None = None) -> None:
-        """Refuse what is not [..., D] of floating point, or [*lead, D]. Raises TypeError or ValueError."""
+        """Refuse an array that is not [..., D], or [*lead, D], of floating point. Raises TypeError or ValueError."""
         check_float(f"{self._place(method)}: {name}", array)
         expected = (*(array.shape[:-1] if lead is None else lead), self.width)
         if array.ndim == 0 or array.shape != expected:
@@ -143,7 +161,7 @@ class HyperConnection(Connection):
 
 
 def _check_number(k: int | jax.Array, sublayers: int | None) -> None:
-    """Refuse what is no number of a sublayer. Raises ValueError."""
+    """Raise ValueError for a value that is no number of a sublayer."""
     if isinstance(k, jax.Array):
         good = k.ndim == 0 and jnp.issubdtype(k.dtype, jnp.integer)
         given = _described(k)

@@ -17,7 +17,7 @@ import numpy as np
 from mhc.errors import UserError, did_you_mean
 
 if TYPE_CHECKING:
-    from jaxtyping import Float64, Int32
+    from jaxtyping import Bool, Float64, Int32
 
 PREFIX = "windtunnel:"
 Split = Literal["train", "validation"]
@@ -129,7 +129,7 @@ class Bijection:
 
     @property
     def first_class(self) -> int:
-        """Return the logit of class 0: a value's class is its id less this."""
+        """Return the index of class 0 among the logits: a value's class is its id minus this index."""
         return self.symbols
 
     @property
@@ -145,6 +145,16 @@ class Bijection:
     def positions(self, seed: int, split: Split, indices: Iterable[int]) -> Int32[np.ndarray, "B T"]:
         """Return the position of each token of these sequences: 0 … T − 1."""
         return np.tile(np.arange(self.length, dtype=np.int32), (len(list(indices)), 1))
+
+    @property
+    def symbol_ids(self) -> dict[str, np.ndarray]:
+        """Return the ids of each group of symbols, int64 [V] each."""
+        return {"keys": np.arange(self.symbols), "values": np.arange(self.symbols, 2 * self.symbols)}
+
+    def evidence(self, tokens: Int32[np.ndarray, "B T"]) -> Bool[np.ndarray, "B P T"]:
+        """Return which tokens the posterior at each supervised place depends on: the values before it."""
+        before = np.arange(self.length) < self.places[:, None]
+        return before & (tokens >= self.symbols)[:, None]
 
     def symbol(self, id_: int) -> str:
         """Return the name of an id: k3, v5."""
@@ -243,8 +253,23 @@ class HiddenMarkov:
 
     @property
     def first_class(self) -> int:
-        """Return the logit of class 0."""
+        """Return the index of class 0 among the logits."""
         return 0
+
+    @property
+    def symbol_ids(self) -> dict[str, np.ndarray]:
+        """Return the ids of each group of symbols, int64 [O]."""
+        return {"observations": self.FIRST_SYMBOL + np.arange(self.symbols)}
+
+    def evidence(self, tokens: Int32[np.ndarray, "B T"]) -> Bool[np.ndarray, "B P T"]:
+        """Return which tokens a supervised symbol must look up: its own column of E, which is S tokens of the header.
+
+        The posterior depends on all tokens so far; these alone are weighted by this symbol.
+        """
+        place = np.arange(self.length) - (self.header - self.states * self.symbols)
+        in_emission = (place >= 0) & (place < self.states * self.symbols)
+        observed = tokens[:, self.places] - self.FIRST_SYMBOL
+        return in_emission & (place % self.symbols == observed[..., None])
 
     def symbol(self, id_: int) -> str:
         """Return the name of an id: 0.35, T, E, OBS, o2."""

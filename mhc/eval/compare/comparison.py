@@ -1,4 +1,4 @@
-"""Put together what is known of the runs that are compared: the one thing that findings, figures and report read."""
+"""Put together what is known of the runs that are compared: all that findings, figures and report read."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from mhc.eval.compare.beliefs import Beliefs
 from mhc.eval.compare.ngram import Baselines
 from mhc.eval.compare.recompute import Recomputed
 from mhc.eval.compare.runs import Arm, measures
@@ -28,6 +29,7 @@ class Comparison:
         baselines: byte n-gram models on the first arm's data.
         recomputed: {arm: gains of its last checkpoint}; None where they were not recomputed.
         warnings: what the reader must know first.
+        beliefs: what eval.windtunnel measured; None where an arm is not trained on a wind tunnel.
     """
 
     arms: Sequence[Arm]
@@ -38,6 +40,7 @@ class Comparison:
     baselines: Baselines
     recomputed: Mapping[str, Recomputed] | None = None
     warnings: Sequence[str] = ()
+    beliefs: Beliefs | None = None
 
     @property
     def crowded(self) -> bool:
@@ -46,7 +49,7 @@ class Comparison:
 
 
 def representatives(arms: Sequence[Arm]) -> list[Arm]:
-    """Return the arms whose gains are recomputed: all of few, of many the first of each topology at its best rate."""
+    """Return the arms whose gains are recomputed: all if they are few, else each topology's first at its best rate."""
     return list(arms) if len(arms) <= CROWD else [topology.arms[0] for topology in topologies(arms)]
 
 
@@ -55,6 +58,7 @@ def comparison_of(
     baselines: Baselines,
     recomputed: Mapping[str, Recomputed] | None = None,
     warnings: Sequence[str] = (),
+    beliefs: Beliefs | None = None,
 ) -> Comparison:
     """Return the comparison of runs: topologies, pairs, events and measures are read off the arms."""
     groups = topologies(arms)
@@ -66,4 +70,4 @@ def comparison_of(
         result = (recomputed or {}).get(name)
         row["recomputed_gain_difference"] = result.difference if result else None
         row["recomputed_gains"] = result.peaks if result else None
-    return Comparison(arms, groups, paired(groups), histories, table, baselines, recomputed, warnings)
+    return Comparison(arms, groups, paired(groups), histories, table, baselines, recomputed, warnings, beliefs)

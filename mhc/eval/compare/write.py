@@ -11,6 +11,7 @@ from mhc import full_disk, remote
 from mhc.config import DataConfig
 from mhc.errors import UserError
 from mhc.eval.compare import tables
+from mhc.eval.compare.beliefs import read as read_beliefs
 from mhc.eval.compare.comparison import Comparison, comparison_of, representatives
 from mhc.eval.compare.differences import unintended
 from mhc.eval.compare.figures.draw import draw
@@ -45,8 +46,9 @@ def compare(paths: Sequence[str | Path], out: str | Path | None = None, *, recom
         for arm in representatives(arms):  # each is a model to compile
             _say(f"recomputing gains of {arm.name} …")
             recomputed[arm.name] = recompute(arm)
+    beliefs = read_beliefs(arms, (target, root))
     _say("counting n-gram baselines …")
-    comparison = comparison_of(arms, baselines(_data_config(arms[0])), recomputed, warnings)
+    comparison = comparison_of(arms, baselines(_data_config(arms[0])), recomputed, warnings, beliefs)
     statements = findings(comparison)
     for finding in statements:
         if finding.warning:
@@ -85,7 +87,7 @@ def summary(comparison: Comparison, statements: Sequence[Finding]) -> dict[str, 
 
 
 def _target(root: Path | None, out: str | Path | None) -> Path:
-    """Return the folder for the results. Raises UserError where something would be lost there."""
+    """Return the folder for the results. Raises UserError if something in it would be lost."""
     if out is not None and remote.is_remote(out):
         raise UserError(f"--out: given {out}, allowed: a local folder")
     target = root if out is None else Path(out).resolve()

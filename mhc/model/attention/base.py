@@ -1,4 +1,4 @@
-"""Define what all kinds of heads share: everything around their queries, keys and values."""
+"""Define what all kinds of attention heads share; each kind adds its own projections to queries, keys and values."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mhc.config import Config
 from mhc.model.attention.context import AttentionContext, CacheContext, with_masks
 from mhc.model.attention.implementations import attend_flash, attend_sdpa, attend_xla, choose_implementation, masked
 from mhc.model.layers import kept
-from mhc.model.memory import Memory, links
+from mhc.model.memory import Link, Memory, links
 from mhc.model.positions import logit_bias
 from mhc.rng import PathKey
 
@@ -26,7 +26,7 @@ Cache = dict[str, jax.Array]
 
 
 class Attention(nnx.Module):
-    """Runs attention over what ``project`` gives, which each kind of heads says for itself."""
+    """Runs attention over the queries, keys and values of ``project``, which each kind of heads defines."""
 
     def __init__(self, config: Config, *, key: PathKey):
         self.config = config
@@ -36,6 +36,10 @@ class Attention(nnx.Module):
         self.link_names = tuple(between_layers)
         if between_layers:
             self.links = nnx.Dict(**between_layers)
+
+    def named_links(self) -> list[tuple[str, Link]]:
+        """Return the links to other layers by name, in the order in which they act."""
+        return [(name, self.links[name]) for name in self.link_names]
 
     def project(
         self, x: jax.Array, positions: jax.Array, frequencies: tuple[jax.Array, float] | None
@@ -62,8 +66,8 @@ class Attention(nnx.Module):
     ) -> tuple[jax.Array, jax.Array, jax.Array, Memory]:
         """Return queries, keys and values after the links to other layers, and the memory for the next layer."""
         q, k, v = self.project(x, positions, frequencies)
-        for name in self.link_names:
-            q, k, v, memory = self.links[name](q, k, v, memory)
+        for _, link in self.named_links():
+            q, k, v, memory = link(q, k, v, memory)
         return q, k, v, memory
 
     def _bias(self, table: jax.Array | None, queries: jax.Array, keys: jax.Array) -> jax.Array | None:
@@ -97,7 +101,7 @@ class Attention(nnx.Module):
         context: AttentionContext,
         change: Callable[[Float[Array, "B T H J"]], Float[Array, "B T H J"]] | None = None,
     ) -> Float[Array, "B T D"]:
-        """Return the output, in a model whose layers hand each other nothing; see ``remembering``."""
+        """Return the output, in a model whose layers have no memory; see ``remembering``."""
         return self.remembering(x, context, {}, change)[0]
 
     def remembering(
@@ -110,8 +114,8 @@ class Attention(nnx.Module):
         """Return (output, memory for the next layer).
 
         Args:
-          memory: what earlier layers' attention left.
-          change: gets the heads' results and returns what is joined instead.
+          memory: the arrays that earlier layers' attention left.
+          change: gets the heads' results and returns those to join in their place.
         """
         y, memory = self._attend(x, context, memory)
         y = kept(y)
