@@ -15,7 +15,6 @@ from mhc.errors import UserError
 from mhc.residual import functional as F
 from mhc.rng import PathKey
 from tests.residual.test_golden import (  # noqa: F401 (precision is a fixture)
-    EPS,
     Case,
     assert_close,
     dtype_of,
@@ -28,12 +27,16 @@ from tests.residual.test_golden_relatives import KINDS, maps_of, parameters
 PRESETS = ("paper", "deepseek")
 
 
+def made(x: jax.Array, params: dict[str, jax.Array], preset: str) -> F.Maps:
+    return F.mhc_maps(x, params, preset=preset, rms_eps=1e-6, map_eps=1e-6, sinkhorn_eps=1e-6)
+
+
 @pytest.mark.parametrize("preset", PRESETS)
 def test_step(preset: str, precision: bool) -> None:  # noqa: F811
     dtype = dtype_of(precision)
 
     def step(x: jax.Array, y: jax.Array, pre_prev: jax.Array, params: dict[str, jax.Array]) -> Any:
-        maps = F.mhc_maps(x, params, preset=preset, **EPS)
+        maps = made(x, params, preset)
         return (F.read(x, pre_prev), F.write(x, y, maps.post, maps.res), maps.pre), maps._asdict()
 
     @jax.jit
@@ -118,7 +121,7 @@ def test_the_functions_hold_the_stack() -> None:
             for name, case in load(f"stack_single_pass_{preset}").items():
                 params = {key: leaf for key, leaf in parameters(case, jnp.float64).items() if key[:2] != "f_"}
                 x = jnp.asarray(case["states"][:-1])
-                maps = jax.vmap(lambda x, p, preset=preset: F.mhc_maps(x, p, preset=preset, **EPS))(x, params)
+                maps = jax.vmap(lambda x, p, preset=preset: made(x, p, preset))(x, params)
                 assert_close(maps.pre, case["pre"], 1e-10, f"{name} pre")
                 assert_close(F.read(x[1:], maps.pre[:-1]), case["u"][1:], 1e-10, f"{name} u")
 
@@ -161,4 +164,5 @@ def test_circulant_needs_the_depth() -> None:
     case = load("step_circulant")["n4_C16_std2"]
     with pytest.raises(ValueError, match="or gamma"):
         F.mhc_maps(case["x"], parameters(case, jnp.float32), kind="circulant")
-    assert maps_of("circulant", case, case["x"], parameters(case, jnp.float32)).res.shape == (5, 4, 4)
+    x = jnp.asarray(case["x"], jnp.float32)
+    assert maps_of("circulant", case, x, parameters(case, jnp.float32)).res.shape == (5, 4, 4)
