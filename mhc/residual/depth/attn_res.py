@@ -64,7 +64,7 @@ def attend(state: State, query: jax.Array, scale: jax.Array, block: int, rms_eps
 
     u, weights = read(parts, there, query, scale)
     ordered, place = weights[:rows], complete + 1
-    places = (place, place + past_first) if first is not None else (place,)
+    places = (place, place + past_first.astype(jnp.int32)) if first is not None else (place,)
     for at, row in zip(places, weights[rows:], strict=True):
         spot = (jnp.arange(rows) == at).reshape(-1, *(1,) * row.ndim)
         ordered = ordered + jnp.where(spot, row[None], 0.0)
