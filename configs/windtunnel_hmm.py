@@ -8,7 +8,7 @@ from __future__ import annotations
 from ml_collections import ConfigDict
 
 from mhc.config import default
-from mhc.data.windtunnel import config_sizes
+from mhc.data.windtunnel import config_sizes, task
 
 SIZES = ("paper", "laptop")
 
@@ -18,9 +18,12 @@ def get_config(size: str = "paper") -> ConfigDict:
 
     ``paper``: 20 observations, 9 layers × 8 heads of width 256. ``laptop``: 10 observations, minutes on one core.
     """
-    config = config_sizes(default(), size, paper="windtunnel:hmm", laptop="windtunnel:hmm,observations=10")
+    config = config_sizes(
+        default(), size, paper="windtunnel:hmm,reach=50", laptop="windtunnel:hmm,observations=10,reach=25"
+    )
     laptop = size == "laptop"
-    config.model.layers, config.model.width, config.attention.heads = (3, 64, 4) if laptop else (9, 256, 8)
-    config.optimizer.lr = 3e-3 if laptop else 1e-3
+    config.model.layers, config.model.width, config.attention.heads = (3, 64, 8) if laptop else (9, 256, 8)
+    config.positions.kind, config.positions.max_length = "learned", task(config.data.source).span
+    config.optimizer.lr = 2e-3 if laptop else 1e-3
     config.train.steps, config.train.batch_size = (3000, 64) if laptop else (50_000, 256)
     return config

@@ -58,7 +58,7 @@ class Option(Rule):
             raise ValueError(f"option {self.doc!r}: {error}") from None
 
     def same_field(self, other: Option) -> bool:
-        """Return whether two options declare the same field: all but their words are equal."""
+        """Return whether two options declare the same field: everything but their descriptions is equal."""
         return dataclasses.replace(self, doc="", words="") == dataclasses.replace(other, doc="", words="")
 
 
@@ -106,7 +106,7 @@ class Kind:
         return max((n for n in self.streams if n <= 4), default=min(self.streams))
 
     def refusal(self, field: str, value: object) -> str | None:
-        """Return what is allowed in a field, and why, where a value is not; None where it is.
+        """Return what a field allows, and why, if it does not allow a value; None if it does.
 
         Args:
           field: ``n``, ``init`` or ``collapse``.
@@ -126,7 +126,7 @@ class Kind:
 
     @property
     def is_plain(self) -> bool:
-        """Return whether it computes nothing but the plain residual's function, under the values of ``preserving``."""
+        """Return whether the kind always computes the plain residual's function, under the values of ``preserving``."""
         return not self.parameters and bool(self.preserving)
 
 
@@ -239,7 +239,7 @@ def parameter(path: str) -> Parameter | None:
 
 
 def referred(place: str) -> Any:
-    """Import and return the object that ``module:name`` names."""
+    """Import and return the object that a text ``module:name`` names."""
     module, _, name = place.partition(":")
     return getattr(importlib.import_module(module), name)
 
@@ -253,7 +253,7 @@ def module_of(kind: str) -> str | None:
 
 
 def modules_for(kind: str, given: str | None) -> str | None:
-    """Return the modules to import for a kind: the given ones, and the one that registered it."""
+    """Return the modules to import for a kind: the given ones, and the module that registered the kind."""
     registered = _MODULES.get(kind)
     names = [] if given is None else [part.strip() for part in given.split(",")]
     return given if registered is None or registered in names else ",".join([*names, registered])

@@ -87,7 +87,7 @@ def _manifold(name: str, mixing: str, **fields: Any) -> Kind:
     Args:
       name: the kind's name.
       mixing: ``module:name`` of the Mixing that gives H_res.
-      fields: further fields of Kind; options are added to the shared ones.
+      fields: further fields of Kind; options and parameters are added to the shared ones.
     """
     options = {
         "alpha": _ALPHA,
@@ -115,13 +115,14 @@ def _manifold(name: str, mixing: str, **fields: Any) -> Kind:
     }
     return Kind(
         name,
-        inits=("home", "equivalent", "fanin", "v4"),
+        inits=fields.pop("inits", ("home", "equivalent", "fanin", "v4")),
         preserving={"init": "equivalent", "alpha": 0.0, "collapse": "mean"},
         options=options | fields.pop("options", {}),
         parameters={
             "phi": Parameter(("streams", "stream_width", "maps"), muon=((-3, -2), (-1,))),
             "alpha": Parameter(("maps",)),
             "bias": Parameter(("maps",)),
+            **fields.pop("parameters", {}),
         },
         builder="mhc.residual.manifold:ManifoldHyperConnections",
         mixing=mixing,
@@ -177,6 +178,44 @@ KROMHC = _manifold(
     why_streams="its H_res is a Kronecker product of 2 x 2 matrices",
 )
 IDENTITY = _manifold("identity", "mhc.residual.mixing.identity:Identity")
+_NOT_FROM_ZERO = ("home", "equivalent")  # presets of what does not learn from residual logits of zero
+
+
+def _check_go_mhc(config: Any) -> None:
+    """Refuse a rotation of more than 32 axes. Raises UserError."""
+    n, s = config.residual.n or GO_MHC.default_streams, config.residual.s
+    if n * s > 32:
+        refuse("residual.s", s, f"at most {32 // n} with residual.n={n}: it rotates n s axes, 32 at most")
+
+
+GO_MHC = _manifold(
+    "go_mhc",
+    "mhc.residual.mixing.orthostochastic:Orthostochastic",
+    inits=_NOT_FROM_ZERO,
+    options={"s": Option("go_mhc: rows and columns of the rotation that make one of H_res", default=2, low=1)},
+    check=_check_go_mhc,
+)
+TBP_MHC = _manifold(
+    "tbp_mhc",
+    "mhc.residual.mixing.transport:Transport",
+    inits=_NOT_FROM_ZERO,
+    options={"minorize": Option("tbp_mhc: mix a learned share of the uniform map in", default=True)},
+    parameters={"delta": Parameter(())},
+)
+SHC = _manifold("shc", "mhc.residual.mixing.spectral:Spectral", parameters={"gamma": Parameter(("maps",))})
+ISO = _manifold("iso", "mhc.residual.mixing.rotations:Isometric")
+ORTHO = _manifold("ortho", "mhc.residual.mixing.rotations:Orthogonal")
+CIRCULANT = _manifold(
+    "circulant",
+    "mhc.residual.mixing.circulant:Circulant",
+    options={
+        "beta": Option(
+            "circulant: what is not the identity has the share beta / (2 S) over S sublayers, 1/4 at most",
+            default=4.0,
+            above=0,
+        )
+    },
+)
 
 
 def _check_frac(config: Any) -> None:
@@ -194,7 +233,7 @@ def _check_laurel(config: Any) -> None:
         refuse("residual.rank", config.residual.rank, "None with residual.variant=rw: it has no matrices")
 
 
-_ONE_STREAM = {"streams": (1,), "why_streams": "it has one stream, and its past"}
+_ONE_STREAM: dict[str, Any] = {"streams": (1,), "why_streams": "it has one stream, and its past"}
 _AS_PLAIN: dict[str, Any] = {"inits": ("home", "equivalent"), "preserving": {"init": "equivalent"}, "collapses": ()}
 _RANK = Option(
     "gated_residual, laurel: width r of the low-rank part; None: D / 8", default=None, type=int | None, low=1
@@ -276,6 +315,8 @@ LAUREL = Kind(
 )
 
 for _kind in (PLAIN, HC, MHC, MHC_LITE, KROMHC, IDENTITY):
+    declare(_kind)
+for _kind in (GO_MHC, TBP_MHC, SHC, ISO, ORTHO, CIRCULANT):
     declare(_kind)
 for _kind in (FRAC, GATED_RESIDUAL, ATTN_RES, DENSEFORMER, LAUREL):
     declare(_kind)

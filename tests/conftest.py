@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +14,11 @@ import pytest
 
 from mhc import xla_options
 from tests import durations, shapes
+
+# What a shell starts in the background has SIGINT ignored, and every process that a test starts would inherit it.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGTERM, signal.SIG_DFL)
+signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM})
 
 # Most of the suite's time is compilation: without LLVM's optimisations and the fusion emitters it is seven times
 # shorter, and programs as small as the tests' run no slower. Numbers differ in the last bits only, and no test compares

@@ -25,6 +25,9 @@ from mhc.train.record import CLOCK
 from mhc.train.step import Trainer
 from tests.small import assert_identical
 
+BACKGROUND = ("sh", "-c", "trap '' INT HUP; exec \"$@\"", "sh")
+"""What starts a command as ``nohup … &`` of a script does: interrupts and hangups are ignored."""
+
 
 def write_corpus(folder: Path) -> str:
     """Forty short texts; returns the source that reads them."""

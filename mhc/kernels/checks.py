@@ -1,10 +1,16 @@
-"""Checks that kernels, functions and modules share: what Sinkhorn is asked for, and which dtypes streams may have."""
+"""Check the arguments of kernels, functions and modules, and choose the dtype that they compute in.
+
+The dtypes are those of jax's standard promotion, whatever ``jax_numpy_dtype_promotion`` is: code that promotes by
+``strict`` may hold bfloat16 streams, whose maps are float32.
+"""
 
 from __future__ import annotations
 
 import math
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 from mhc.errors import did_you_mean
@@ -12,6 +18,17 @@ from mhc.kinds import SINKHORN_PRESETS
 
 FLOATS = ("float32", "bfloat16", "float16", "float64")
 """Dtypes of streams. The narrower floats are none: jax promotes them to nothing."""
+
+
+def common_dtype(*arrays: Any) -> Any:
+    """Return the dtype that arrays, scalars and dtypes promote to. Raises ValueError for the narrower floats."""
+    with jax.numpy_dtype_promotion("standard"):
+        return jnp.result_type(*arrays)
+
+
+def accumulation_dtype(*arrays: Any) -> Any:
+    """Return the dtype to accumulate in: promote_types(arrays, float32)."""
+    return common_dtype(common_dtype(*arrays), jnp.float32)
 
 
 def is_whole(value: object) -> bool:
@@ -23,7 +40,7 @@ def check_sinkhorn(preset: str, iters: int = 1, eps: float = 0.0) -> None:
     """Refuse an unknown preset, fewer than one iteration, or an eps that no sum can be divided by.
 
     Raises:
-      ValueError: as said, with what is allowed.
+      ValueError: the argument is refused; the message says what is allowed.
     """
     if preset not in SINKHORN_PRESETS:
         near = did_you_mean(preset, SINKHORN_PRESETS) if isinstance(preset, str) else ""

@@ -20,15 +20,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from mhc.kernels.checks import check_sinkhorn
+from mhc.kernels.checks import accumulation_dtype, check_sinkhorn
 
 # Above this spread of logits (in nats) float32 underflows on the way, so Sinkhorn runs on logarithms instead.
 LINEAR_SPREAD = 30.0
-
-
-def _wide(*arrays: jax.Array) -> Any:
-    """Return the dtype to accumulate in."""
-    return jnp.promote_types(jnp.result_type(*arrays), jnp.float32)
 
 
 def _total(terms: Iterable[jax.Array]) -> jax.Array:
@@ -108,7 +103,7 @@ def sinkhorn(logits: jax.Array, iters: int, preset: str, eps: float) -> jax.Arra
 
 def _sinkhorn_forward(logits: jax.Array, iters: int, preset: str, eps: float) -> tuple[jax.Array, Any]:
     plan = _plan(preset, iters, eps)
-    log_m = _log_start(logits.astype(_wide(logits)), preset, eps)
+    log_m = _log_start(logits.astype(accumulation_dtype(logits)), preset, eps)
     wide = None
     if not plan.always_linear:
         spread = jnp.max(log_m, axis=(0, 1)) - jnp.min(log_m, axis=(0, 1))
@@ -181,7 +176,7 @@ def project(x: jax.Array, phi: jax.Array, eps: float) -> jax.Array:
 
 
 def _project_forward(x: jax.Array, phi: jax.Array, eps: float) -> tuple[jax.Array, Any]:
-    dtype = _wide(x, phi)
+    dtype = accumulation_dtype(x, phi)
     xw, pw = x.astype(dtype), phi.astype(dtype)
     scale = jax.lax.rsqrt(jnp.mean(xw * xw, axis=(-2, -1)) + eps)
     raw = jnp.moveaxis(jnp.einsum("...nd,ndr->...r", xw, pw), -1, 0) * scale[None]
@@ -216,7 +211,7 @@ def read(x: jax.Array, pre: jax.Array) -> jax.Array:
 
 
 def _read(x: jax.Array, pre: jax.Array) -> jax.Array:
-    dtype = _wide(x, pre)
+    dtype = accumulation_dtype(x, pre)
     weights, wide = pre.astype(dtype), x.astype(dtype)
     u = _total(weights[j, ..., None] * wide[..., j, :] for j in range(x.shape[-2]))
     return u.astype(x.dtype)
@@ -228,7 +223,7 @@ def _read_forward(x: jax.Array, pre: jax.Array) -> tuple[jax.Array, Any]:
 
 def _read_backward(residuals: Any, g: jax.Array) -> tuple[jax.Array, jax.Array]:
     x, pre = residuals
-    dtype = _wide(x, pre)
+    dtype = accumulation_dtype(x, pre)
     gw = g.astype(dtype)
     d_x = jnp.moveaxis(pre.astype(dtype), 0, -1)[..., None] * gw[..., None, :]
     d_pre = jnp.einsum("...nd,...d->n...", x.astype(dtype), gw)
@@ -248,7 +243,7 @@ def write(x: jax.Array, y: jax.Array, post: jax.Array, res: jax.Array) -> jax.Ar
 
 
 def _write(x: jax.Array, y: jax.Array, post: jax.Array, res: jax.Array) -> jax.Array:
-    dtype = _wide(x, y, post, res)
+    dtype = accumulation_dtype(x, y, post, res)
     out = _mix(x.astype(dtype), res.astype(dtype), transpose=False)
     out = out + jnp.moveaxis(post.astype(dtype), 0, -1)[..., None] * y.astype(dtype)[..., None, :]
     return out.astype(x.dtype)
@@ -267,7 +262,7 @@ def _write_forward(x: jax.Array, y: jax.Array, post: jax.Array, res: jax.Array) 
 
 def _write_backward(residuals: Any, g: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     x, y, post, res = residuals
-    dtype = _wide(x, y, post, res)
+    dtype = accumulation_dtype(x, y, post, res)
     gw, xw, yw = g.astype(dtype), x.astype(dtype), y.astype(dtype)
     d_x = _mix(gw, res.astype(dtype), transpose=True)
     d_y = _total(post[i, ..., None].astype(dtype) * gw[..., i, :] for i in range(x.shape[-2]))
@@ -281,6 +276,6 @@ write.defvjp(_write_forward, _write_backward)
 
 def add(x: jax.Array, y: jax.Array, post: jax.Array) -> jax.Array:
     """Return x'_i = x_i + post[i] y, which is ``write`` with res = I: x [..., N, D], y [..., D], post [N, ...]."""
-    dtype = _wide(x, y, post)
+    dtype = accumulation_dtype(x, y, post)
     spread = jnp.moveaxis(post.astype(dtype), 0, -1)[..., None] * y.astype(dtype)[..., None, :]
     return (x.astype(dtype) + spread).astype(x.dtype)

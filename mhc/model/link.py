@@ -46,7 +46,7 @@ class Link(nnx.Module):
 
 
 class Row(NamedTuple):
-    """Holds a row of ``LINKS``."""
+    """Describes a link: a row of ``mhc.model.memory.LINKS``."""
 
     has: Callable[[Config], bool]
     """Says whether a model of this config has the link."""

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from mhc.errors import did_you_mean
-from mhc.kernels.checks import is_whole
+from mhc.kernels.checks import accumulation_dtype, is_whole
 
 if TYPE_CHECKING:
     from jax.typing import ArrayLike
@@ -23,18 +23,18 @@ def promoted(**arrays: ArrayLike) -> tuple[jax.Array, ...]:
     """
     for name, array in arrays.items():
         try:
-            real = jnp.issubdtype(jnp.promote_types(jnp.result_type(array), jnp.float32), jnp.floating)
+            real = jnp.issubdtype(accumulation_dtype(array), jnp.floating)
         except (TypeError, ValueError):
             real = False
         if not real:
             kind = getattr(array, "dtype", type(array).__name__)
             raise TypeError(f"{name} must be an array of real numbers that jax promotes to float32, got {kind}")
-    dtype = jnp.promote_types(jnp.result_type(*arrays.values()), jnp.float32)
+    dtype = accumulation_dtype(*arrays.values())
     return tuple(jnp.asarray(array, dtype) for array in arrays.values())
 
 
 def named(params: Mapping[str, ArrayLike], names: Iterable[str], function: str) -> dict[str, ArrayLike]:
-    """Return those of the parameters that a function takes.
+    """Return the parameters that a function takes, by their names.
 
     Raises:
       ValueError: one is missing.
@@ -48,7 +48,7 @@ def named(params: Mapping[str, ArrayLike], names: Iterable[str], function: str) 
 
 
 def check_count(name: str, count: object) -> None:
-    """Refuse what is no whole number of at least 1. Raises ValueError."""
+    """Raise ValueError for a value that is no whole number of at least 1."""
     if not is_whole(count) or int(count) < 1:  # type: ignore[call-overload]
         raise ValueError(f"{name} must be at least 1 and a whole number, got {count!r}")
 

@@ -57,7 +57,9 @@ class HyperConnectionMaps(StreamConnection):
         scale = jax.lax.rsqrt(jnp.mean(xw * xw, axis=-1) + self.rms_eps)  # [..., N]
         raw = jnp.moveaxis((xw @ w) * scale[..., None], (-1, -2), (0, 1))  # [2+N, N, ...]
         raw = jnp.tanh(raw) if self.tanh else raw
-        alpha = self.alpha[...]
+        raw, alpha, b_pre, b_post, b_res = promoted(
+            raw=raw, alpha=self.alpha[...], b_pre=b_pre, b_post=b_post, b_res=b_res
+        )
         return TokenMaps(alpha[0] * raw[0] + b_pre, alpha[1] * raw[1] + b_post, alpha[2] * raw[2:] + b_res)
 
 

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from mhc.kernels.checks import common_dtype
 from mhc.residual.functional import Maps
 from mhc.residual.protocol import Connection, ResidualTopology
 from mhc.residual.runner import Runner
@@ -24,7 +25,9 @@ class PlainConnection(Connection):
         return state, state.shape[:-1]
 
     def write(self, state: jax.Array, y: jax.Array, context: Any) -> jax.Array:
-        return ((state if self.scale == 1.0 else self.scale * state) + y).astype(state.dtype)
+        dtype = common_dtype(state, y)
+        kept = state if self.scale == 1.0 else self.scale * state
+        return (kept.astype(dtype) + y.astype(dtype)).astype(state.dtype)
 
     def maps(self, context: Any) -> Maps:
         ones = jnp.ones((*context, 1), jnp.float32)

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from mhc import kernels
+from mhc.kernels.checks import accumulation_dtype
 from mhc.residual import functional
 from mhc.residual.arrays import check_axes
 from mhc.residual.functional import Maps
@@ -116,7 +117,7 @@ class StreamTopology(ResidualTopology):
     def collapse(self, state: jax.Array) -> jax.Array:
         if self.mode == "head":
             return self.head(state)
-        total = jnp.sum(state.astype(jnp.promote_types(state.dtype, jnp.float32)), axis=-2)
+        total = jnp.sum(state.astype(accumulation_dtype(state)), axis=-2)
         return (total if self.mode == "sum" else total / self.n).astype(state.dtype)
 
     def map_multiplies(self) -> int:

@@ -1,4 +1,4 @@
-"""Prepare what a run works on: its config, devices and data, checked before the first file is written."""
+"""Prepare the config, devices and data of a run, and check them before the first file is written."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 from mhc import config as configs
 from mhc import distributed, provenance, remote, run_folder
 from mhc.config import Config, shares
-from mhc.data import pipeline, tokenizers
+from mhc.data import pipeline, tokenizers, windtunnel
 from mhc.data.user_files.globs import may_match
 from mhc.errors import UserError
 from mhc.monitor import probes
@@ -24,7 +24,7 @@ from mhc.train.checkpoint import committed_steps
 
 
 class Setup:
-    """Holds what a run works on. Everything that a user may have got wrong is found while it is made.
+    """Holds the config, devices and data of a run. Everything that a user may have got wrong is found while it is made.
 
     Attributes:
       config: resolved; what a resume keeps comes from the folder's stored config.
@@ -63,6 +63,7 @@ class Setup:
         config = configs.resolve(config, self.tokenizer.vocab_size)
         self.config = config if stored is None else configs.keep_history(stored, config)
         _check_apart(self.config, self.place)
+        windtunnel.check_model(self.config)
         self.mesh: Mesh = make_mesh(self.config.mesh, None if devices is None else list(devices))
         train = self.config.train
         check_batch(train.batch_size // train.accumulation, self.mesh, "train.batch_size / train.accumulation")

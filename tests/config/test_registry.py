@@ -62,7 +62,7 @@ def test_every_preset_collapse_and_size_builds_and_no_other(kind: kinds.Kind) ->
                 with pytest.raises(UserError, match=rf"^residual\.{field}: given {value!r}, allowed: .*{kind.name}"):
                     config(kind.name, **options)
                 with pytest.raises(ValueError, match=rf"^{field}: given {value!r}, allowed: .*{kind.name}"):
-                    residual.build(kind.name, 8, rngs=nnx.Rngs(0), **options)
+                    residual.build(kind.name, 8, rngs=nnx.Rngs(0), sublayers=4, **options)
 
 
 @pytest.mark.parametrize(

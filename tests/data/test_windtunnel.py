@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,9 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
-from mhc.config import DataConfig
+from mhc.config import DataConfig, default, from_config_dict
 from mhc.data import pipeline, tokenizers
-from mhc.data.windtunnel import Bijection, HiddenMarkov, entropy_bits, fields, hmm_posterior, task
+from mhc.data.windtunnel import Bijection, HiddenMarkov, check_model, entropy_bits, fields, hmm_posterior, task
 from mhc.errors import UserError
 
 GOLDEN = Path(__file__).parents[1] / "golden/posteriors.npz"
@@ -142,6 +143,53 @@ def test_a_sequence_depends_on_seed_split_and_number_alone(source: str) -> None:
     assert all((other.tokens[0] != several.tokens[0]).any() for other in others)
 
 
+def test_shifted_observations_visit_every_position_and_leave_the_tokens_alone() -> None:
+    """A training sequence's observations begin at any even step that leaves them room; held-out ones begin at 0."""
+    shifted, plain = HiddenMarkov(observations=3, reach=7), HiddenMarkov(observations=3)
+    for ours, theirs in zip(shifted.make(5, "train", range(9)), plain.make(5, "train", range(9)), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+    positions = shifted.positions(5, "train", range(300))
+    assert positions.dtype == np.int32 and positions.shape == (300, shifted.length)
+    np.testing.assert_array_equal(positions[:, : shifted.header], np.tile(np.arange(shifted.header), (300, 1)))
+    inside = positions[:, shifted.header :] - shifted.header
+    np.testing.assert_array_equal(np.diff(inside, axis=1), 1)
+    counts = np.bincount(inside[:, 0], minlength=9)
+    assert (counts[0:9:2] > 30).all() and counts[1:9:2].sum() == 0 and counts.sum() == 300  # 0, 2, … 8: five shifts
+    assert positions.max() + 1 == shifted.span == HiddenMarkov(observations=7).length
+    np.testing.assert_array_equal(shifted.positions(5, "train", [7])[0], positions[7])
+    for made, unshifted in (
+        (shifted, shifted.positions(5, "validation", range(4))),
+        (plain, plain.positions(5, "train", range(4))),
+        (Bijection(6), Bijection(6).positions(5, "train", range(4))),
+    ):
+        np.testing.assert_array_equal(unshifted, np.tile(np.arange(made.length), (4, 1)))
+
+
+def test_a_model_that_does_not_fit_its_task_is_refused() -> None:
+    """Classes of another number, too few learned positions, and classes over text."""
+    reaching = f"{HMM},reach=9"
+    chosen = task(reaching)
+    cases: dict[str, dict[str, dict[str, Any]]] = {
+        "head.classes: given None, allowed: ": {"data": {"source": HMM}},
+        "head.classes: given 4, allowed: None with data.source=windtunnel:bijection": {
+            "data": {"source": BIJECTION},
+            "head": {"classes": 4},
+        },
+        "head.classes: given 4, allowed: None with data.source=stdlib": {"head": {"classes": 4}},
+        f"positions.max_length: given {chosen.span - 1}, allowed: at least {chosen.span} with data.source=": {
+            "data": {"source": reaching, "sequence_length": chosen.length},
+            "head": {"classes": chosen.classes},
+            "positions": {"kind": "learned", "max_length": chosen.span - 1},
+        },
+    }
+    for words, given in cases.items():
+        config = default()
+        for group, values in given.items():
+            config[group].update(values)
+        with pytest.raises(UserError, match=re.escape(words)):
+            check_model(from_config_dict(config))
+
+
 # ----------------------------------------------------------------------------------------------------------------- rows
 
 
@@ -170,7 +218,7 @@ def assert_same(one: Any, other: Any) -> None:
             np.testing.assert_array_equal(array, theirs[name])
 
 
-@pytest.mark.parametrize("source", [BIJECTION, HMM])
+@pytest.mark.parametrize("source", [BIJECTION, HMM, f"{HMM},reach=9"])
 def test_rows_are_supervised_where_the_posterior_is_known(source: str) -> None:
     made = task(source)
     ((batch, _),) = batches(data(source), 1)
@@ -181,6 +229,7 @@ def test_rows_are_supervised_where_the_posterior_is_known(source: str) -> None:
     assert ("posterior" in batch) == (made.classes is not None)
     if made.classes is not None:
         np.testing.assert_array_equal(batch["posterior"][:, made.places], drawn.posterior.astype(np.float32))
+        np.testing.assert_array_equal(batch["positions"], made.positions(1, "train", range(6)))
     else:  # each value is the token behind its key
         inner = made.places[:-1]
         np.testing.assert_array_equal(batch["targets"][:, inner], batch["tokens"][:, inner + 1])
@@ -220,6 +269,7 @@ def test_validation_has_sequences_of_its_own_the_same_for_every_seed() -> None:
         ({"source": "windtunnel:bijektion"}, "did you mean bijection"),
         ({"source": "windtunnel:hmm,observation=3"}, "did you mean observations"),
         ({"source": "windtunnel:hmm,observations=0"}, "an integer from 1"),
+        ({"source": "windtunnel:hmm,observations=9,reach=8"}, "reach: given 8, allowed: 0 or at least observations=9"),
         ({"source": "windtunnel:bijection,symbols=ten"}, "an integer from 3"),
         ({"source": "windtunnel:bijection,symbols=5,symbols=6"}, "given twice"),
         ({"tokenizer": "bytes"}, f"data.tokenizer: given 'bytes', allowed: {BIJECTION}"),

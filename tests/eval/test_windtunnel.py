@@ -154,3 +154,8 @@ def test_a_run_on_text_is_refused(corpus: str, tmp_path: Path) -> None:
         main(["--checkpoint", str(tmp_path / "text")])
     with pytest.raises(UserError, match="--sequences: given 1"):
         main(["--checkpoint", str(tmp_path / "text"), "--sequences", "1"])
+
+
+def test_a_measure_that_is_unknown_is_refused() -> None:
+    with pytest.raises(UserError, match="--measures: given probes, allowed: belief"):
+        main(["--checkpoint", "nowhere", "--measures", "probes"])

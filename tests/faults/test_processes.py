@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ import pytest
 from mhc.config import from_config_dict
 from mhc.files import read_json, read_jsonl
 from mhc.train.checkpoint import committed_steps
-from tests.small_runs import assert_equal_runs, run, tiny, write_corpus
+from tests.small_runs import BACKGROUND, assert_equal_runs, run, tiny, write_corpus
 
 ROOT = Path(__file__).parents[2]
 STEPS, DEVICES = 60, 2
@@ -47,8 +48,14 @@ def reference(fields: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) 
     return folder
 
 
-def start(fields: dict[str, Any], folder: Path, workdir: str | None = None) -> subprocess.Popen[str]:
-    """train.py on a config file of these fields. `workdir`: where the run goes if not to the folder."""
+def start(
+    fields: dict[str, Any], folder: Path, workdir: str | None = None, *, through: Sequence[str] = ()
+) -> subprocess.Popen[str]:
+    """train.py on a config file of these fields.
+
+    Args:
+      workdir: where the run goes if not to the folder. through: the command that starts it.
+    """
     file = folder.parent / "config.py"
     file.write_text(
         "import json\nfrom ml_collections import ConfigDict\n\n\n"
@@ -56,7 +63,7 @@ def start(fields: dict[str, Any], folder: Path, workdir: str | None = None) -> s
     )
     flags = re.sub(r"(device_count)=\d+", rf"\1={DEVICES}", os.environ["XLA_FLAGS"])
     return subprocess.Popen(
-        [sys.executable, "train.py", "--config", str(file), "--workdir", workdir or str(folder)],
+        [*through, sys.executable, "train.py", "--config", str(file), "--workdir", workdir or str(folder)],
         cwd=ROOT,
         text=True,
         stdout=subprocess.DEVNULL,
@@ -117,6 +124,27 @@ def test_a_run_killed_three_times_equals_the_undisturbed_one(fields, reference, 
     _, said = process.communicate(timeout=START)
     assert process.returncode == 0, said
     assert "Traceback" not in said
+    assert_equal_runs(folder, reference, devices=DEVICES)
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_run_in_the_background_ignores_interrupts_and_saves_on_sigterm(fields, reference, tmp_path, workers):
+    """As ``nohup … &`` in a script starts it; every process gets the signals."""
+    folder = tmp_path / "run"
+    fields = {**fields, "data": {**fields["data"], "workers": workers}}
+    process = start(fields, folder, through=BACKGROUND)
+    wait_for(process, folder, 3)
+    for number in (signal.SIGINT, signal.SIGHUP):
+        os.killpg(process.pid, number)
+    at = written(folder)
+    wait_for(process, folder, at + 3)
+    assert process.poll() is None and written(folder) >= at + 3
+    os.killpg(process.pid, signal.SIGTERM)
+    _, said = process.communicate(timeout=START)
+    assert process.returncode == 0 and "stopped and saved after step" in said and "Traceback" not in said, said
+    assert at + 3 <= committed_steps(folder)[-1] < STEPS
+    assert run(from_config_dict(fields), folder, DEVICES) == 0
     assert_equal_runs(folder, reference, devices=DEVICES)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 import sys
 from pathlib import Path
 
@@ -24,7 +23,5 @@ def say(line: str) -> None:
 
 
 if __name__ == "__main__":
-    # A shell that starts the tests in the background has SIGINT ignored, and that is inherited.
-    signal.signal(signal.SIGINT, signal.default_int_handler)
     arms = dict.fromkeys(sys.argv[3:], 10)
     sys.exit(Runner(Path(sys.argv[1]), arms, [Slot()] * int(sys.argv[2]), command=command, say=say).run())

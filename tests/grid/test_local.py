@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from mhc.grid import local
 from mhc.grid.__main__ import main
 from mhc.grid.devices import Slot
 from mhc.grid.local import Runner
-from tests.small_runs import small_disk
+from tests.small_runs import BACKGROUND, small_disk
 
 FAKE = Path(__file__).with_name("fake_arm.py")
 RUNNER = Path(__file__).with_name("fake_runner.py")
@@ -112,9 +112,9 @@ def runner(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
     """Starts runners in processes of their own; ends them, and lets hanging arms go."""
     processes = []
 
-    def start(jobs: int, *arms: str) -> subprocess.Popen[str]:
+    def start(jobs: int, *arms: str, through: Sequence[str] = ()) -> subprocess.Popen[str]:
         process = subprocess.Popen(
-            [sys.executable, str(RUNNER), str(tmp_path), str(jobs), *arms],
+            [*through, sys.executable, str(RUNNER), str(tmp_path), str(jobs), *arms],
             stdout=subprocess.PIPE,
             text=True,
             env={**os.environ, "PYTHONPATH": str(ROOT)},
@@ -346,6 +346,24 @@ def test_a_stopped_runner_lets_its_arms_save(
     behave(tmp_path)
     assert run(tmp_path, "a", "b", "c")[0] == 0
     assert sorted(names(tmp_path)[2:]) == ["a", "b", "c"]
+
+
+def test_a_runner_in_the_background_ignores_interrupts_and_passes_sigterm_on(
+    tmp_path: Path, runner: Callable[..., subprocess.Popen[str]]
+) -> None:
+    """As ``nohup … &`` in a script starts it."""
+    behave(tmp_path, a="hang", b="hang")
+    first = runner(2, "a", "b", "c", through=BACKGROUND)
+    wait_until(lambda: len(starts(tmp_path)) == 2)
+    for number in (signal.SIGINT, signal.SIGHUP):
+        first.send_signal(number)
+        with pytest.raises(subprocess.TimeoutExpired):
+            first.wait(timeout=0.5)
+    assert states(tmp_path, "a", "b") == ["running", "running"]
+    first.send_signal(signal.SIGTERM)
+    assert first.wait(timeout=60) == 128 + signal.SIGTERM
+    assert states(tmp_path, "a", "b", "c") == ["interrupted", "interrupted", "pending"]
+    assert [folders.record(tmp_path / arm)["last_lines"] for arm in "ab"] == [["saved"]] * 2
 
 
 def test_an_arm_killed_from_outside_is_left_for_the_next_run(

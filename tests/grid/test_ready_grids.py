@@ -30,7 +30,7 @@ def values(planned: Plan, field: str) -> set[object]:
 
 
 def test_all_are_here() -> None:
-    assert set(GRIDS) == {"topologies", "lr", "init", "streams", "iterations", "depth", "controls", "wsd"}
+    assert set(GRIDS) == {"topologies", "lr", "init", "streams", "iterations", "depth", "controls", "wsd", "windtunnel"}
 
 
 @pytest.mark.parametrize("grid", GRIDS)
@@ -61,8 +61,8 @@ def test_without_a_size_it_is_the_laptop(grid: str) -> None:
 
 @pytest.mark.parametrize("grid", GRIDS)
 def test_a_laptop_grid_is_small(grid: str) -> None:
-    """30 minutes on two cores: see docs/grids.md for what an arm takes."""
-    assert len(load(grid).arms) <= 21
+    """30 minutes on two cores: see docs/grids.md for what an arm takes. Wind tunnels take a third of the usual arm."""
+    assert len(load(grid).arms) <= (60 if grid == "windtunnel" else 21)
 
 
 @pytest.mark.parametrize("size", ["laptop", "cluster"])
@@ -101,3 +101,20 @@ def test_decays_start_from_one_stable_run_and_end_at_zero(size: str) -> None:
 def test_an_unknown_size_is_told_with_the_nearest() -> None:
     with pytest.raises(UserError, match=r"size: given 'labtop', allowed: laptop or cluster \(did you mean laptop\?\)"):
         load("lr", "labtop")
+
+
+@pytest.mark.parametrize("size", ["laptop", "cluster"])
+def test_the_wind_tunnel_has_every_rate_of_every_kind_and_seed_and_keeps_checkpoints(size: str) -> None:
+    planned = load("windtunnel", size)
+    configs = {arm: planned.config(arm) for arm in planned.arms}
+    cells = {(one.residual.kind, one.optimizer.lr, one.seed.init) for one in configs.values()}
+    assert len(cells) == len(configs) == 60 and len({rate for _, rate, _ in cells}) == 4
+    lowest = min(rate for _, rate, _ in cells)
+    for arm, config in configs.items():
+        assert config.schedule.kind == "constant" and config.data.source.startswith("windtunnel:bijection")
+        assert config.train.steps % config.checkpoint.keep_every == 0
+        assert (planned.source(arm) is None) == (config.optimizer.lr == lowest)
+        if (source := planned.source(arm)) is not None:
+            trunk, step = configs[source[0]], source[1]
+            assert step % trunk.checkpoint.keep_every == 0
+            assert step + config.train.steps == trunk.train.steps  # the trunk is there at every step to compare with

@@ -98,7 +98,7 @@ def with_params(module: nnx.Module, params: Arrays) -> Any:
         for step in way:
             at = at.setdefault(step, {})
         at[name] = leaf
-    assert jax.tree.structure(tree) == jax.tree.structure(nnx.to_pure_dict(state))
+    assert str(jax.tree.structure(tree)) == str(jax.tree.structure(nnx.to_pure_dict(state)))
     nnx.replace_by_pure_dict(state, tree)
     return nnx.merge(graph, state)
 

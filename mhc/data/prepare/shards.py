@@ -87,12 +87,26 @@ class _Worker:
 
 @contextlib.contextmanager
 def _held_back() -> Iterator[None]:
-    """Hold back the signals that end a program; a process that starts meanwhile does so until it handles them."""
+    """Hold back the signals that end a program; a process that starts meanwhile does so until it handles them.
+
+    The mask alone does not suffice: it is this thread's, and another may take the signal. Python's handler then runs
+    in the main thread all the same, perhaps between the start of a worker and its entry among those to wait for.
+    """
+    came: list[int] = []
+    handlers = {}
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _ENDING)
     try:
+        if threading.current_thread() is threading.main_thread():
+            handlers = {number: signal.getsignal(number) for number in _ENDING if callable(signal.getsignal(number))}
+            for number in handlers:
+                signal.signal(number, lambda number, frame: came.append(number))
         yield
     finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        if came:
+            signal.raise_signal(came[0])
 
 
 def _end_with(sentinel: int) -> None:
@@ -158,7 +172,7 @@ _KEYS = {"file": "owner", "start": "start", "stop": "stop", "number": "number", 
 
 
 def _read_whole(job: Job, paths: dict[str, Path]) -> np.ndarray | None:
-    """Return the table of a shard that is there; None if it is missing or not what its documents give.
+    """Return the table of a shard; None if the shard is missing or not what its documents give.
 
     Reading costs little beside tokenising, so every record is read, and its ids and bytes are counted.
     """

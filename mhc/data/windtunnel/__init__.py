@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from mhc.data.windtunnel.settings import config_sizes, fields
+from mhc.data.windtunnel.settings import check_model, config_sizes, fields
 from mhc.data.windtunnel.tasks import (
     PREFIX,
     Bijection,
@@ -25,6 +25,7 @@ __all__ = [
     "HiddenMarkov",
     "Sequences",
     "Task",
+    "check_model",
     "config_sizes",
     "entropy_bits",
     "fields",

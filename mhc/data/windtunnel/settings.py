@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from mhc.data.windtunnel.tasks import task
+from mhc.config import Config
+from mhc.data.windtunnel.tasks import is_windtunnel, task
 from mhc.errors import UserError, did_you_mean
+from mhc.rules import refuse
 
 
 def fields(source: str) -> dict[str, Any]:
@@ -21,6 +23,24 @@ def fields(source: str) -> dict[str, Any]:
         "data.sequence_length": chosen.length,
         "head.classes": chosen.classes,
     }
+
+
+def check_model(config: Config) -> None:
+    """Refuse a model that cannot learn the task of ``data.source``: other classes, or too few learned positions.
+
+    Raises:
+        UserError: the model cannot, or ``head.classes`` is given although the data is text.
+    """
+    source = config.data.source
+    if not is_windtunnel(source):
+        if config.head.classes is not None:
+            refuse("head.classes", config.head.classes, f"None with data.source={source}, whose targets are token ids")
+        return
+    chosen = task(source)
+    if config.head.classes != chosen.classes:
+        refuse("head.classes", config.head.classes, f"{chosen.classes} with data.source={source}")
+    if config.positions.kind == "learned" and config.max_length < chosen.span:
+        refuse("positions.max_length", config.positions.max_length, f"at least {chosen.span} with data.source={source}")
 
 
 def config_sizes(config: Any, size: str, **sources: str) -> Any:

@@ -17,7 +17,7 @@ import numpy as np
 from mhc.errors import UserError, did_you_mean
 
 if TYPE_CHECKING:
-    from jaxtyping import Float64
+    from jaxtyping import Bool, Float64, Int32
 
 PREFIX = "windtunnel:"
 Split = Literal["train", "validation"]
@@ -129,13 +129,32 @@ class Bijection:
 
     @property
     def first_class(self) -> int:
-        """Return the logit of class 0: a value's class is its id less this."""
+        """Return the index of class 0 among the logits: a value's class is its id minus this index."""
         return self.symbols
 
     @property
     def optimum(self) -> float:
         """Return the exact posterior's cross-entropy in nats: Σ_m ln(V − m + 1) / (V − 1), for every sequence."""
         return math.fsum(math.log(left) for left in range(2, self.symbols + 1)) / (self.symbols - 1)
+
+    @property
+    def span(self) -> int:
+        """Return how many positions a model of this task must know."""
+        return self.length
+
+    def positions(self, seed: int, split: Split, indices: Iterable[int]) -> Int32[np.ndarray, "B T"]:
+        """Return the position of each token of these sequences: 0 … T − 1."""
+        return np.tile(np.arange(self.length, dtype=np.int32), (len(list(indices)), 1))
+
+    @property
+    def symbol_ids(self) -> dict[str, np.ndarray]:
+        """Return the ids of each group of symbols, int64 [V] each."""
+        return {"keys": np.arange(self.symbols), "values": np.arange(self.symbols, 2 * self.symbols)}
+
+    def evidence(self, tokens: Int32[np.ndarray, "B T"]) -> Bool[np.ndarray, "B P T"]:
+        """Return which tokens the posterior at each supervised place depends on: the values before it."""
+        before = np.arange(self.length) < self.places[:, None]
+        return before & (tokens >= self.symbols)[:, None]
 
     def symbol(self, id_: int) -> str:
         """Return the name of an id: k3, v5."""
@@ -166,13 +185,24 @@ class HiddenMarkov:
     and rounded to 0.01; the start is uniform. The posterior uses the rounded matrices, normalised once more. A sequence
     reads T, the S² percentages of the transition, E, those S·O of the emission, and ``length`` times OBS and a symbol.
     Each symbol is supervised, by p(s_t | o_1 … o_t) over S classes of a head of its own.
+
+    With ``reach`` above ``observations`` the observations of a training sequence stand at shifted positions: the first
+    at step d, uniform in 0 … reach − observations, of a sequence of ``reach`` observations. A scheme with a vector for
+    each position has then seen all those of longer sequences, as with randomised positions (arXiv:2305.16843).
+    Held-out sequences begin at step 0.
     """
 
     observations: int = 20
     states: int = 5
     symbols: int = 5
+    reach: int = dataclasses.field(default=0, repr=False)  # not a matter of the tokens
     name: ClassVar[str] = "hmm"
-    bounds: ClassVar[dict[str, tuple[int, int]]] = {"observations": (1, 10_000), "states": (2, 18), "symbols": (2, 18)}
+    bounds: ClassVar[dict[str, tuple[int, int]]] = {
+        "observations": (1, 10_000),
+        "states": (2, 18),
+        "symbols": (2, 18),
+        "reach": (0, 10_000),
+    }
     floor: ClassVar[float] = 0.05  # below every probability: one row of 20 would have to be uniform
 
     # Ids: percentages 0 … 100, then the three markers, then the symbols.
@@ -202,14 +232,44 @@ class HiddenMarkov:
         return self.header + 2 * self.observations
 
     @property
+    def span(self) -> int:
+        """Return how many positions a model of this task must know."""
+        return self.header + 2 * max(self.reach, self.observations)
+
+    def positions(self, seed: int, split: Split, indices: Iterable[int]) -> Int32[np.ndarray, "B T"]:
+        """Return the position of each token of these sequences: 0 … T − 1, in training with observations shifted."""
+        numbers = list(indices)
+        out = np.tile(np.arange(self.length, dtype=np.int32), (len(numbers), 1))
+        if split == "train" and self.reach > self.observations:
+            most = self.reach - self.observations
+            shifts = [_generator(seed, split, number).spawn(2)[1].integers(most, endpoint=True) for number in numbers]
+            out[:, self.header :] += 2 * np.array(shifts, np.int32).reshape(-1, 1)
+        return out
+
+    @property
     def places(self) -> np.ndarray:
         """Return int64 [P]: the supervised places of a sequence, which are those of the symbols."""
         return np.arange(self.header + 1, self.length, 2)
 
     @property
     def first_class(self) -> int:
-        """Return the logit of class 0."""
+        """Return the index of class 0 among the logits."""
         return 0
+
+    @property
+    def symbol_ids(self) -> dict[str, np.ndarray]:
+        """Return the ids of each group of symbols, int64 [O]."""
+        return {"observations": self.FIRST_SYMBOL + np.arange(self.symbols)}
+
+    def evidence(self, tokens: Int32[np.ndarray, "B T"]) -> Bool[np.ndarray, "B P T"]:
+        """Return which tokens a supervised symbol must look up: its own column of E, which is S tokens of the header.
+
+        The posterior depends on all tokens so far; these alone are weighted by this symbol.
+        """
+        place = np.arange(self.length) - (self.header - self.states * self.symbols)
+        in_emission = (place >= 0) & (place < self.states * self.symbols)
+        observed = tokens[:, self.places] - self.FIRST_SYMBOL
+        return in_emission & (place % self.symbols == observed[..., None])
 
     def symbol(self, id_: int) -> str:
         """Return the name of an id: 0.35, T, E, OBS, o2."""
@@ -297,4 +357,8 @@ def task(source: str) -> Task:
         if field in numbers:
             raise UserError(f"data.source: {source}: {field} is given twice")
         numbers[field] = int(text)
-    return kind(**numbers)
+    chosen = kind(**numbers)
+    if isinstance(chosen, HiddenMarkov) and 0 < chosen.reach < chosen.observations:
+        allowed = f"0 or at least observations={chosen.observations}"
+        raise UserError(f"data.source: {source}: reach: given {chosen.reach}, allowed: {allowed}")
+    return chosen

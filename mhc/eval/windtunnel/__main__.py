@@ -3,7 +3,7 @@
     python -m eval.windtunnel --checkpoint runs/plain runs/hc runs/mhc --out report
 
 writes windtunnel.html with its figure, and windtunnel.json. Runs of several seeds are compared topology by topology,
-paired by seed.
+paired by seed. ``--leads`` is a program of its own: `mhc.eval.windtunnel.leads.program`.
 """
 
 from __future__ import annotations
@@ -15,14 +15,19 @@ from typing import Any
 from mhc import cli
 from mhc.errors import UserError
 from mhc.eval.common import checkpoints
+from mhc.eval.windtunnel import sections
+from mhc.eval.windtunnel.leads import program
 
 MOST = 48  # checkpoints of one comparison
 
 
 def main(arguments: Sequence[str]) -> int:
     """Run the command line; returns the exit code. Raises UserError for a mistake."""
+    if any(argument.partition("=")[0] == program.OPTION for argument in arguments):
+        return program.main(arguments)
     parser = cli.Parser(
-        description="Compare models' beliefs with the exact posterior of their task.",
+        description="Compare models' beliefs with the exact posterior of their task. --leads DIR --out DIR asks "
+        "instead which measure leaves its band before the loss, over the runs of a grid (see --leads --help).",
         example="{prog} --checkpoint runs/plain runs/mhc --out report",
         fields=checkpoints.FIELDS,
     )
@@ -30,6 +35,15 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--sequences", type=int, default=512, metavar="N", help="held-out sequences (512)")
     parser.add_argument(
         "--observations", type=int, metavar="K", help="windtunnel:hmm: observations of a sequence; without: as trained"
+    )
+    parser.add_argument(
+        "--measures",
+        nargs="+",
+        metavar="NAME",
+        help="what is measured beside the belief: "
+        + ", ".join(section.name for section in sections.SECTIONS)
+        + "; all takes every one; without: "
+        + (", ".join(section.name for section in sections.chosen(None)) or "the belief alone"),
     )
     parser.add_argument("--json", metavar="FILE", help="write what was measured there")
     parser.add_argument("--out", metavar="DIR", help="write windtunnel.html, its figure and windtunnel.json there")
@@ -39,6 +53,7 @@ def main(arguments: Sequence[str]) -> int:
         raise UserError(f"--sequences: given {options.sequences}, allowed: 2 or more")
     if len(options.checkpoint) > MOST:
         raise UserError(f"--checkpoint: given {len(options.checkpoint)}, allowed: at most {MOST}")
+    chosen = sections.chosen(options.measures)
     out = cli.check_writable(options.out, "--out") if options.out else None
     if options.json:
         cli.check_file(options.json, "--json")
@@ -46,25 +61,33 @@ def main(arguments: Sequence[str]) -> int:
     from mhc.eval.windtunnel import belief, page
     from mhc.files import write_json
 
-    beliefs = []
+    measures = {section.name: section.load() for section in chosen}
+    found: list[page.Found] = []
     for name in options.checkpoint:
         checkpoint = checkpoints.load(name, options.step, average=options.average, changes=changes)
         source = None
         if options.observations is not None:
             source = belief.longer(checkpoint.config.data.source, options.observations)
-        belief.fitting(checkpoint, source)
+        task = belief.fitting(checkpoint, source)
         print(f"{checkpoint.name}: compiling, then measuring", file=sys.stderr)
-        beliefs.append(belief.measure(checkpoint, options.sequences, source))
+        results = {}
+        measured = belief.measure(checkpoint, options.sequences, source)
+        for measure, module in measures.items():
+            print(f"{checkpoint.name}: {measure}", file=sys.stderr)
+            results[measure] = module.measure(checkpoint, task, options.sequences)
+        found.append(page.Found(measured, results))
         del checkpoint
     report: dict[str, Any] = {
-        "checkpoints": [belief.as_json(one) for one in beliefs],
-        "topologies": page.topologies(beliefs),
+        "checkpoints": [
+            belief.as_json(one.belief) | {name: result.json for name, result in one.results.items()} for one in found
+        ],
+        "topologies": page.topologies(found),
     }
     print(page.text_table(report))
     if options.json:
         write_json(options.json, report)
     if out is not None:
-        print(page.write(beliefs, report, out))
+        print(page.write(found, report, chosen, out))
     return 0
 
 

@@ -108,7 +108,7 @@ def longer(source: str, observations: int) -> str:
     """
     if not isinstance(task(source), HiddenMarkov):
         raise UserError(f"--observations: {source} has none, allowed: with windtunnel:hmm")
-    rest = re.sub(r",observations=\d+", "", source)
+    rest = re.sub(r",\s*(observations|reach)\s*=\s*\d+", "", source)  # held-out sequences are not shifted
     changed = f"{rest},observations={observations}"
     task(changed)  # out of bounds: said there
     return changed

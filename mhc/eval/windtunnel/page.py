@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -13,6 +13,7 @@ from mhc.eval.common.palette import Style, colours_of_kinds
 from mhc.eval.common.sheet import Sheet
 from mhc.eval.common.terminal import aligned
 from mhc.eval.windtunnel.belief import Belief
+from mhc.eval.windtunnel.sections import Result, Section, Shown
 from mhc.files import write_json
 
 MEASURES = {"entropy_mae_bits": "entropy error", "kl_bits": "KL(Bayes ‖ model)", "total_variation": "total variation"}
@@ -20,36 +21,57 @@ _FIELDS = {"entropy_mae_bits": "entropy_error", "kl_bits": "kl", "total_variatio
 CONTROL = "control without context"
 
 
+class Found(NamedTuple):
+    """Holds all measurements of a checkpoint."""
+
+    belief: Belief
+    results: dict[str, Result]  # of the further measures, by name
+
+
 def label(belief: Belief) -> str:
     """Return the topology's name, or that of the control."""
     return f"{belief.kind}, {CONTROL}" if belief.control else belief.kind
 
 
-def topologies(beliefs: Sequence[Belief]) -> dict[str, dict[str, Any]]:
+def topologies(found: Sequence[Found]) -> dict[str, dict[str, Any]]:
     """Return each measure of each topology: its mean over seeds, and its difference from plain at equal seeds.
 
     Intervals are Student's, over seeds; there is none of a single seed. A topology whose runs share no seed with plain,
-    or are measured on another task, has no difference.
+    or are measured on another task, has no difference. The scalars of a further measure stand under its name.
     """
-    groups: dict[str, list[Belief]] = {}
-    for belief in beliefs:
-        groups.setdefault(label(belief), []).append(belief)
-    plain = {(belief.source, belief.seed): belief for belief in groups.get("plain", [])}
+    groups: dict[str, list[Found]] = {}
+    for one in found:
+        groups.setdefault(label(one.belief), []).append(one)
+    plain = {_pair(one): _scalars(one) for one in groups.get("plain", [])}
     out: dict[str, dict[str, Any]] = {}
     for name, group in groups.items():
-        entry: dict[str, Any] = {"seeds": len({belief.seed for belief in group})}
-        for measure in MEASURES:
-            values = [_mean(belief, measure) for belief in group]
-            entry[measure] = _over_seeds(values)
-            pairs = [(belief, plain.get((belief.source, belief.seed))) for belief in group]
-            apart = [_mean(one, measure) - _mean(other, measure) for one, other in pairs if other is not None]
-            entry[f"{measure}_beyond_plain"] = _over_seeds(apart) if apart and name != "plain" else None
+        values = [_scalars(one) for one in group]
+        others = [plain.get(_pair(one), {}) if name != "plain" else {} for one in group]
+        entry: dict[str, Any] = {"seeds": len({one.belief.seed for one in group})}
+        for section, scalar in dict.fromkeys(key for one in found for key in _scalars(one)):
+            key = (section, scalar)
+            there = [one[key] for one in values if key in one]
+            apart = [
+                one[key] - other[key] for one, other in zip(values, others, strict=True) if key in one and key in other
+            ]
+            target = entry.setdefault(section, {}) if section else entry
+            target[scalar] = _over_seeds(there) if there else None
+            target[f"{scalar}_beyond_plain"] = _over_seeds(apart) if apart else None
         out[name] = entry
     return out
 
 
-def _mean(belief: Belief, measure: str) -> float:
-    return float(getattr(belief.distances, _FIELDS[measure]).mean())
+def _pair(found: Found) -> tuple[str, tuple[int, int]]:
+    """Return the key that a run shares with the plain run that it is paired with."""
+    return found.belief.source, found.belief.seed
+
+
+def _scalars(found: Found) -> dict[tuple[str, str], float]:
+    """Return all scalars: {(name of the further measure, or nothing for the belief, scalar): value}."""
+    belief = {("", name): float(getattr(found.belief.distances, field).mean()) for name, field in _FIELDS.items()}
+    return belief | {
+        (name, scalar): value for name, result in found.results.items() for scalar, value in result.scalars.items()
+    }
 
 
 def _over_seeds(values: Sequence[float]) -> statistics.Bounds:
@@ -75,14 +97,16 @@ def _shown(value: statistics.Bounds | None) -> str:
     return f"{value['value']:.4f} ({value['low']:.4f} to {value['high']:.4f})"
 
 
-def write(beliefs: Sequence[Belief], found: dict[str, Any], folder: Path) -> Path:
-    """Write windtunnel.html, windtunnel.png with its numbers, and windtunnel.json; returns the page's path.
+def write(measured: Sequence[Found], found: dict[str, Any], sections: Sequence[Section], folder: Path) -> Path:
+    """Write windtunnel.html, its figures with their numbers, and windtunnel.json; returns the page's path.
 
     Raises:
         UserError: as `mhc.files.write_json`.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    drawn = _draw(beliefs, folder)
+    beliefs = [one.belief for one in measured]
+    styles = _styles(beliefs)
+    drawn = _draw(beliefs, styles, folder)
     best = [
         "The posterior is computed, not learned: a perfect model has an error of 0.",
         "Without context the best predictor has "
@@ -115,6 +139,7 @@ def write(beliefs: Sequence[Belief], found: dict[str, Any], folder: Path) -> Pat
             "<h2>Checkpoints</h2>",
             '<p class="note">Intervals are over sequences.</p>',
             page.table([page.heading("checkpoint"), page.heading("residual"), *MEASURES.values()], checkpoints),
+            *_further(measured, styles, found, sections, folder),
         ]
     )
     write_json(folder / "windtunnel.json", found)
@@ -123,10 +148,40 @@ def write(beliefs: Sequence[Belief], found: dict[str, Any], folder: Path) -> Pat
     return target
 
 
-def _draw(beliefs: Sequence[Belief], folder: Path) -> list[page.Drawn]:
-    """Draw each measure by place, a line a checkpoint."""
+def _further(
+    measured: Sequence[Found],
+    styles: Sequence[Style],
+    found: dict[str, Any],
+    sections: Sequence[Section],
+    folder: Path,
+) -> Iterator[str]:
+    """Yield the HTML of each further measure: its heading, its comparison of topologies, and what it draws itself."""
+    for section in sections:
+        shown = [
+            Shown(one.belief.name, label(one.belief), style, one.results[section.name])
+            for one, style in zip(measured, styles, strict=True)
+        ]
+        scalars = list(dict.fromkeys(scalar for one in shown for scalar in one.result.scalars))
+        yield f"<h2>{page.text(section.words)}</h2>"
+        if scalars:
+            rows = [
+                [page.cell(page.text(name), "text"), page.cell(page.text(scalar.replace("_", " ")), "text")]
+                + [page.cell(page.text(_shown(values[key]))) for key in (scalar, f"{scalar}_beyond_plain")]
+                for scalar in scalars
+                for name, entry in found["topologies"].items()
+                for values in (entry[section.name],)
+            ]
+            yield page.table([page.heading("topology"), page.heading("measure"), "mean", "beyond plain"], rows)
+        yield section.load().page(shown, folder)
+
+
+def _styles(beliefs: Sequence[Belief]) -> list[Style]:
     colours = colours_of_kinds([belief.kind for belief in beliefs])
-    styles = [Style(colours[belief.kind], (1.4, 1.4) if belief.control else ()) for belief in beliefs]
+    return [Style(colours[belief.kind], (1.4, 1.4) if belief.control else ()) for belief in beliefs]
+
+
+def _draw(beliefs: Sequence[Belief], styles: Sequence[Style], folder: Path) -> list[page.Drawn]:
+    """Draw each measure by place, a line a checkpoint."""
     labels = dict(zip(map(label, beliefs), styles, strict=True))
     sheet = Sheet(
         "windtunnel",

@@ -6,8 +6,8 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,15 +21,6 @@ from mhc.data.shards.manifest import MANIFEST
 from tests.data.prepare.samples import ROOT, content, copied, write_lines
 
 
-@pytest.fixture
-def _heeds_interrupts() -> Iterator[None]:
-    """Take signals as a program in the foreground does: one in the background inherits that they are ignored."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
-@pytest.mark.usefixtures("_heeds_interrupts")
 @pytest.mark.parametrize(
     ("number", "complete"),
     [
@@ -81,6 +72,43 @@ def test_a_signal_ends_it_as_any_error_does(
         assert not [name for name in left if name.startswith(".part-")]
     assert program.main(arguments) == 0
     assert {**content(out), "origin.json": b""} == {**content(made), "origin.json": b""}
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_is_held_back_whichever_thread_takes_it(number: signal.Signals) -> None:
+    """Other threads of the process do not mask it; Python's handler runs in the main thread."""
+    done = threading.Event()
+    thread = threading.Thread(target=done.wait)
+    thread.start()
+    reached = []
+
+    def held() -> None:
+        with shards._held_back():
+            os.kill(os.getpid(), number)
+            time.sleep(0.1)
+            reached.append("the end of the block")
+
+    try:
+        with cli.interrupted_by_sigterm():
+            handlers = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
+            with pytest.raises(KeyboardInterrupt):
+                held()
+            assert handlers == (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT))
+    finally:
+        done.set()
+        thread.join()
+    assert reached
+
+
+def test_what_is_ignored_stays_ignored_while_signals_are_held_back() -> None:
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with shards._held_back():
+            os.kill(os.getpid(), signal.SIGINT)
+            assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN
+        assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 @pytest.mark.process
