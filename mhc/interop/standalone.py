@@ -101,9 +101,9 @@ class Model:
         a, length = self.c["attention"], x.shape[1]
         heads = self.latent_heads if a["kind"] == "mla" else self.plain_heads
         q, k, v = heads(x, name)  # [B, T, H, K], [B, T, G, K], [B, T, G, J]
-        if self.has(f"{name}.links.value_residual.lam"):
+        if self.has(f"{name}.links.first_values.lam"):
             self.first_values = v if layer == 0 else self.first_values
-            lam = self.w(f"{name}.links.value_residual.lam")
+            lam = self.w(f"{name}.links.first_values.lam")
             v = v if layer == 0 else lam[0] * v + lam[1] * self.first_values
         k, v = (np.repeat(y, q.shape[2] // y.shape[2], axis=2) for y in (k, v))
         scale = a["scale"] or 1.0 / math.sqrt(q.shape[-1])

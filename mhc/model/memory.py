@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 __all__ = ["LINKS", "Link", "Memory", "Row", "empty", "links"]
 
-LINKS: dict[str, Row] = {"value_residual": value_residual.ROW}
-"""Every link by name. They act in this order."""
+LINKS: dict[str, Row] = {"first_values": value_residual.ROW}
+"""Every link by name. They act in this order. A name must not end in ``residual``, as paths of connections do."""
 
 
 def links(config: Config, key: PathKey) -> dict[str, Link]:

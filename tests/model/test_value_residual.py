@@ -34,7 +34,7 @@ from tests.small import (
 )
 
 TOKENS = jnp.asarray(np.random.default_rng(0).integers(0, VOCAB, (3, 9)))
-LAM = "blocks/attention/core/links/value_residual/lam"
+LAM = "blocks/attention/core/links/first_values/lam"
 
 
 def with_values(kind: str = "plain", **groups: dict[str, Any]) -> Config:
@@ -51,7 +51,7 @@ def by_hand(decoder: Decoder) -> jax.Array:
         block = nnx.merge(graph, jax.tree.map(lambda leaf, layer=layer: leaf[layer], stacked))
         core: Any = block.heads
         q, k, v = core.project(block.attention.before(state), jnp.broadcast_to(jnp.arange(9), TOKENS.shape), None)
-        lam = core.links["value_residual"].lam[...]
+        lam = core.links["first_values"].lam[...]
         first = v if first is None else first
         v = v if layer == 0 else lam[0] * v + lam[1] * first
         scores = jnp.einsum("bthk,buhk->bhtu", q, k) * core.scale
@@ -149,7 +149,7 @@ def test_its_parameter_learns_in_every_block_but_the_first_and_is_probed() -> No
     assert not lam[0].any() and (lam[1:] != 0).all()
     assert parameter(LAM) == Parameter(("norm",), "attention", False, None)
     measured = probes.compile_probe(definition(config))(params, {name: batch[name] for name in probes.BATCH_FIELDS})
-    np.testing.assert_array_equal(measured["attention/value_residual_lam"], np.full((3, 2), 0.5))
+    np.testing.assert_array_equal(measured["attention/first_values_lam"], np.full((3, 2), 0.5))
 
 
 def test_an_export_computes_the_same(tmp_path: Path) -> None:
