@@ -52,6 +52,7 @@ class Model:
 
     def __init__(self, config, tensors):
         self.c, self.tensors = config, tensors
+        self.first_values = np.zeros(())  # of layer 0's attention, where later layers mix them in
         self.residual = Residual(self)
 
     def w(self, name):
