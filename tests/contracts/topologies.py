@@ -1,4 +1,4 @@
-"""Topologies registered from here, each of which asks something of the seam that no kind of the library asks.
+"""Register topologies each of which asks something of the protocol that no kind of the library asks.
 
 The decoder, the step, the probes and the programs must not notice which they serve.
 """
@@ -27,7 +27,7 @@ EPS = 1e-6
 
 
 class SinglePassMaps(ManifoldMaps):
-    """The read weights of sublayer k are those that sublayer k - 1 computed: one pass over the streams gives both."""
+    """Computes the read weights of sublayer k in sublayer k - 1, so that one pass over the streams gives both."""
 
     def read(self, state: Any) -> tuple[jax.Array, Any]:
         x, pre = state
@@ -44,7 +44,7 @@ class SinglePassMaps(ManifoldMaps):
 
 
 class SinglePass(ManifoldHyperConnections):
-    """State: (streams [..., N, D], pre [..., N] float32). Sublayer 0 reads the mean."""
+    """Keeps the state (streams [..., N, D], pre [..., N] float32). Sublayer 0 reads the mean."""
 
     maps_class = SinglePassMaps
 
@@ -62,7 +62,7 @@ class SinglePass(ManifoldHyperConnections):
 
 
 class DeferredMaps(ManifoldMaps):
-    """The write of sublayer k is done by the read of sublayer k + 1, where a kernel can fuse the two."""
+    """Leaves the write of sublayer k to the read of sublayer k + 1, where a kernel can fuse the two."""
 
     def read(self, state: Any) -> tuple[jax.Array, Any]:
         streams = written(state)
@@ -90,7 +90,7 @@ def written(state: tuple[Streams, tuple[jax.Array, TokenMaps]]) -> Streams:
 
 
 class Deferred(ManifoldHyperConnections):
-    """State: (N arrays [..., D], the write that is pending: (y, maps with the tokens last))."""
+    """Keeps the state (N arrays [..., D], the write that is pending: (y, maps with the tokens last))."""
 
     maps_class = DeferredMaps
 
@@ -129,7 +129,7 @@ class Deferred(ManifoldHyperConnections):
 
 @dataclasses.dataclass(frozen=True)
 class Turning(Mixing):
-    """H_res = (1 - a) I + a S with S a turn of the streams by ``places`` and a = limit sigmoid(logit); R = 1."""
+    """Computes H_res = (1 - a) I + a S; S turns the streams by ``places``, a = limit sigmoid(logit); R = 1."""
 
     places: int = 1
     limit: float = 1.0
@@ -148,7 +148,7 @@ class Turning(Mixing):
 
 
 def sixteen(width: int, **options: Any) -> ManifoldHyperConnections:
-    """The builder: all that it declares is handed to it."""
+    """Build the topology from everything that it declares."""
     return ManifoldHyperConnections(width, mixing=Turning, **{"n": 16, **options})
 
 
@@ -156,10 +156,9 @@ def sixteen(width: int, **options: Any) -> ManifoldHyperConnections:
 
 
 class SourcesConnection(Connection):
-    """u = sum_j a_j s_j over the sums of earlier periods and the running one, a = softmax of a learned query's
-    products.
+    """Computes u = sum_j a_j s_j over the sums s_j of earlier periods and the running one.
 
-    Parameters, float32: query [D], zero at init.
+    The weights a are the softmax of a learned query's products. Parameters, float32: query [D], zero at init.
     """
 
     def __init__(self, width: int):
@@ -185,8 +184,7 @@ class SourcesConnection(Connection):
 
 
 class Sources(ResidualTopology):
-    """State: the sums of complete periods [..., M, D] with the embedding first, the running sum [..., D], two
-    counts."""
+    """Keeps the sums of complete periods [..., M, D], the embedding first, the running sum [..., D], two counts."""
 
     n = 1
 
@@ -255,7 +253,7 @@ def normalised(x: jax.Array, weight: jax.Array) -> jax.Array:
 
 
 class NormedConnection(Connection):
-    """u = mean_j w_j * RMSNorm(x_j); x'_i = x_i + s_i y. Parameters, float32: norm_weight [N, D], inject [N]."""
+    """Computes u = mean_j w_j RMSNorm(x_j), x'_i = x_i + s_i y. Parameters, float32: norm_weight [N, D], inject [N]."""
 
     def __init__(self, k: int | jax.Array, n: int, width: int):
         self.norm_weight = nnx.Param(jnp.ones((n, width), jnp.float32))
@@ -276,7 +274,7 @@ class NormedConnection(Connection):
 
 
 class Normed(ResidualTopology):
-    """N streams that are normalised where they are read, and at the end."""
+    """Keeps N streams that are normalised where they are read, and at the end."""
 
     owns_norm: ClassVar[bool] = True
 
@@ -356,7 +354,7 @@ WITHOUT_MAPS = ("sources", "normed")
 
 @contextlib.contextmanager
 def registry_restored() -> Iterator[None]:
-    """Forget afterwards what is registered within: other tests look at the registry as it is."""
+    """Forget afterwards what is registered within the block, since other tests look at the registry as it is."""
     tables: tuple[dict[str, Any], ...] = (
         protocol._REGISTRY,
         kinds._KINDS,

@@ -1,4 +1,4 @@
-"""Public models: their logits, and their tensors back bit for bit."""
+"""Test public models: their logits, and their tensors back bit for bit."""
 
 from __future__ import annotations
 
