@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 
-from mhc import kinds
+from mhc import kinds, residual
 from tests.contracts import topologies
 
 SIZES = (1, 2, 3, 4, 8, 16)
+WITHOUT_MAPS = (*topologies.WITHOUT_MAPS, "gated_residual", "attn_res", "denseformer", "laurel")
+SLOTS = ("frac",)  # kinds whose streams are parts of one
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,13 +41,22 @@ class Group:
         return {"n": self.n, **sinkhorn}
 
     @property
-    def doubly_stochastic(self) -> bool:
-        return bool(self.spec.mixing) or self.kind in topologies.DOUBLY_STOCHASTIC
+    def exact(self) -> frozenset[str]:
+        """What its H_res keeps to rounding: see ``Mixing.exact``. What tests register mixes as mhc does, or turns."""
+        if self.spec.mixing:
+            exact: frozenset[str] = kinds.referred(self.spec.mixing).exact
+            return exact
+        return frozenset({"rows", "signs"} if self.kind in topologies.DOUBLY_STOCHASTIC else ())
+
+    @property
+    def residual_logits(self) -> int:
+        """How many logits of a token H_res has; 1 where that is not told."""
+        return residual.functional.residual_logits(self.kind, self.n) if self.spec.mixing else 1
 
     @property
     def has_maps(self) -> bool:
         """Return whether the kind's connections have maps between streams."""
-        return self.kind not in topologies.WITHOUT_MAPS
+        return self.kind not in WITHOUT_MAPS
 
     @property
     def tolerance(self) -> float:
@@ -57,6 +68,13 @@ class Group:
 class Case:
     group: Group
     init: str | None
+
+    @property
+    def starts_plain(self) -> bool:
+        """Whether a fresh network computes the plain residual's function."""
+        wanted = self.group.spec.preserving.get("init")
+        alike = self.group.kind in ("frac", "attn_res", "denseformer", "laurel")  # both presets are one
+        return self.init is not None and (self.init == wanted or alike)
 
     def __str__(self) -> str:
         return str(self.group) + (f"-{self.init}" if self.init else "")
@@ -71,7 +89,12 @@ def groups() -> list[Group]:
     found = []
     for name, kind in specs().items():
         sinkhorns = ("paper", "deepseek") if name == "mhc" else ("paper",)
-        found += [Group(name, n, sinkhorn) for sinkhorn in sinkhorns for n in SIZES if n in kind.streams]
+        found += [
+            Group(name, n, sinkhorn)
+            for sinkhorn in sinkhorns
+            for n in SIZES
+            if n in kind.streams and (name not in SLOTS or n != 3)
+        ]
     return found
 
 
@@ -81,7 +104,7 @@ def cases() -> list[Case]:
 
 # Kinds that a mixing alone tells apart share a class, and with it all that the compiled step can get wrong. Plain, the
 # third class, is not here: tests/multidevice trains it on the same mesh.
-ONE_OF_EACH_CLASS = ("hc", "mhc")
+ONE_OF_EACH_CLASS = ("hc", "mhc", "attn_res")
 
 
 def is_fast(case: Case) -> bool:

@@ -13,11 +13,8 @@ from flax import nnx
 from mhc import kinds, residual
 from mhc.kinds import Parameter
 from mhc.rng import PathKey
-from tests.contracts.cases import Group, every_group, groups
-from tests.contracts.topologies import WITHOUT_MAPS
+from tests.contracts.cases import SLOTS, WITHOUT_MAPS, Case, Group, every_group, groups
 from tests.contracts.towers import DEEP, SHALLOW, STEPS, TOKENS, WIDTH, Tower, tower
-
-EQUAL_TO_PLAIN = {"hc", "equivalent"}
 
 
 def separation(streams: jax.Array) -> tuple[float, float]:
@@ -34,11 +31,15 @@ def entries(group: Group, grads: dict[str, Any]) -> dict[str, np.ndarray]:
     n = group.n
     cut: dict[str, np.ndarray] = {}
     of_maps: dict[str, Any] = {"pre": slice(0, n), "post": slice(n, 2 * n), "res": slice(2 * n, None)}
-    inside: dict[str, dict[str, Any]] = {"alpha": {"pre": 0, "post": 1, "res": 2}, "phi": of_maps, "bias": of_maps}
+    inside: dict[str, dict[str, Any]] = {
+        "alpha": {"pre": 0, "post": 1, "res": slice(2, None)},
+        "phi": of_maps,
+        "bias": of_maps,
+    }
     for name, leaf in grads.items():
         for part, index in inside.get(name, {"": slice(None)}).items():
             cut[f"{name} {part}".strip()] = np.asarray(leaf)[..., index].reshape(leaf.shape[0], -1)
-    if group.kind == "identity":  # H_res = I has neither logits nor, with them, a gate
+    if not group.residual_logits:  # H_res = I has neither logits nor, with them, a gate
         cut = {name: leaf for name, leaf in cut.items() if not name.endswith(" res")}
     return cut
 
@@ -47,7 +48,7 @@ def entries(group: Group, grads: dict[str, Any]) -> dict[str, np.ndarray]:
 def test_initial_parameters(group: Group) -> None:
     """Initial parameters are as declared, stacked over sublayers and float32, whatever the preset."""
     maps, declared = tower(group).initial["maps"], group.spec.parameters
-    of_topology = nnx.to_pure_dict(nnx.state(tower(group).topology))
+    of_topology = ["/".join(map(str, path)) for path, _ in nnx.to_flat_state(nnx.state(tower(group).topology))]
     assert set(maps) | set(of_topology) == set(declared)
     for name, leaf in maps.items():
         assert leaf.dtype == jnp.float32
@@ -68,15 +69,16 @@ def test_shapes_dtypes_and_finite_values(group: Group) -> None:
     presets, lead = len(group.inits), (len(group.inits), DEEP, *TOKENS)
     for run, dtype in zip(tower(group).forward, (jnp.float32, jnp.bfloat16), strict=True):
         assert run.out.shape == (*lead, WIDTH)
-        assert run.streams.shape == (presets, *TOKENS, group.n, WIDTH)
+        assert run.streams.shape == (presets, *TOKENS, group.n, WIDTH // (group.n if group.kind in SLOTS else 1))
         assert run.out.dtype == run.streams.dtype == dtype
         assert (run.maps is not None) == group.has_maps
         if run.maps is not None:
             assert run.maps.pre.shape == run.maps.post.shape == (*lead, group.n)
             assert run.maps.res.shape == (*lead, group.n, group.n)
             assert {leaf.dtype for leaf in run.maps} == {jnp.dtype("float32")}
-        assert run.maps is not None or run.measures
-        assert {leaf.shape for leaf in run.measures.values()} <= {lead}
+        assert run.maps is not None or run.measures or tower(group).topology.constants()
+        assert {leaf.shape[: len(lead)] for leaf in run.measures.values()} <= {lead}
+        assert all(leaf.ndim <= len(lead) + 1 for leaf in run.measures.values())
         for leaf in (run.out, run.streams, *jax.tree.leaves((run.maps, run.measures))):
             assert np.isfinite(np.asarray(leaf, np.float32)).all()
 
@@ -89,18 +91,23 @@ def test_a_scan_over_sublayers_equals_calling_them(group: Group) -> None:
 
 @every_group
 def test_maps_are_where_they_must_be(group: Group) -> None:
-    """Along the whole tower constrained maps have H_res doubly stochastic, 0 < pre <= 1 and 0 < post < 2."""
-    if not group.doubly_stochastic:
-        assert group.kind in ("plain", "hc", *WITHOUT_MAPS)
+    """Constrained maps have H_res as exact as the kind says, 0 < pre <= 1 and 0 < post < 2, along the whole tower."""
+    if not group.exact:
+        assert group.kind in ("plain", "hc", "frac", *WITHOUT_MAPS)
         return
     maps = tower(group).forward[0].maps
     assert maps is not None
     pre, post, res = (np.asarray(leaf, np.float64) for leaf in maps)
-    exact = 1e-5 if group.sinkhorn == "deepseek" else 1e-6
-    assert (res >= 0).all()
-    assert np.abs(res.sum(-1) - 1).max() <= exact  # the marginal normalised last, under both presets
-    columns = np.abs(res.sum(-2) - 1).max()
-    assert columns <= (exact if group.kind in ("mhc_lite", "kromhc", "identity") else 0.2)
+    exact = 1e-5 if group.sinkhorn == "deepseek" or "signs" not in group.exact else 1e-6
+    if "signs" in group.exact:
+        assert (res >= 0).all()
+        assert np.abs(res.sum(-2) - 1).max() <= 0.2
+    if "rows" in group.exact:
+        assert np.abs(res.sum(-1) - 1).max() <= exact  # of mhc the marginal normalised last, under both presets
+    if "columns" in group.exact:
+        assert np.abs(res.sum(-2) - 1).max() <= exact
+    if "isometry" in group.exact:
+        assert np.abs(np.swapaxes(res, -1, -2) @ res - np.eye(group.n)).max() <= exact
     assert (pre > 0).all()
     assert (pre <= 1 + 1e-6).all()
     assert (post > 0).all()
@@ -112,12 +119,17 @@ def test_maps_are_where_they_must_be(group: Group) -> None:
 @every_group
 def test_what_equals_the_plain_residual_at_init_does(group: Group) -> None:
     plain = np.asarray(tower(Group("plain", 1)).forward[0].out[0, :SHALLOW])
-    scale = group.n if group.spec.collapses[0] == "sum" else 1
+    scale: Any = group.n if group.spec.collapses[:1] == ("sum",) else 1
+    tolerance = group.tolerance
+    if group.kind == "attn_res":  # it reads the mean of J sources, and the eps of each norm counts J^2 times
+        scale, tolerance = 1.0 / np.arange(2, SHALLOW + 2).reshape(-1, 1, 1, 1), 2e-4
+    if tower(group).topology.owns_norm:
+        plain = plain / np.sqrt(np.mean(plain * plain, axis=-1, keepdims=True) + 1e-6)
     for p, init in enumerate(group.inits):
         out = np.asarray(tower(group).forward[0].out[p, :SHALLOW])
         error = np.max(np.abs(out / scale - plain)) / np.max(np.abs(plain))
-        if init in EQUAL_TO_PLAIN:
-            assert error <= group.tolerance, init
+        if Case(group, init).starts_plain:
+            assert error <= tolerance, init
         elif group.n > 1:
             assert error > 1e-4, f"{init} is not meant to be the plain residual"
 
@@ -128,7 +140,7 @@ def test_gradients_are_finite_and_everything_learns(group: Group) -> None:
     history = tower(group).history
     for leaf in jax.tree.leaves(history.grads):
         assert np.isfinite(leaf).all()
-    if group.n == 1:
+    if group.n == 1 and group.kind not in WITHOUT_MAPS:
         return
     for p, init in enumerate(group.inits):
         # Where streams begin equal and alpha is 0, nothing but rounding moves H_res in the first step: its alpha begins
@@ -137,6 +149,8 @@ def test_gradients_are_finite_and_everything_learns(group: Group) -> None:
             entries(group, jax.tree.map(lambda leaf, p=p, step=step: leaf[p, step], history.grads["maps"]))
             for step in (1, 2)
         )
+        shared = [jax.tree.map(lambda leaf, p=p, s=s: leaf[p, s], history.grads["topology"]) for s in (1, 2)]
+        assert all(np.any(a != 0) or np.any(b != 0) for a, b in zip(*map(jax.tree.leaves, shared), strict=True)), init
         for name, leaf in second.items():
             assert leaf.size, name
             assert np.any(leaf != 0) or np.any(third[name] != 0), f"{init}: the gradient of {name} is zero"
@@ -149,7 +163,7 @@ def test_the_residual_map_of_sublayer_0_is_inert(group: Group) -> None:
     Adam moves it all the same, and it is left in the update: a random walk of a map that changes no number downstream
     costs nothing, and an optimiser that knows about sublayer 0 would. Reports mark sublayer 0.
     """
-    if group.n == 1 or not group.doubly_stochastic or group.kind == "identity":
+    if group.n == 1 or "rows" not in group.exact or not group.residual_logits:
         return
     for p, init in enumerate(group.inits):
         grads = np.asarray(tower(group).history.grads["maps"]["bias"][p, 0])
@@ -159,12 +173,12 @@ def test_the_residual_map_of_sublayer_0_is_inert(group: Group) -> None:
 
 @every_group
 def test_streams_separate(group: Group) -> None:
-    if group.n == 1:
+    if group.n == 1 or group.kind in SLOTS:
         return
     for p, init in enumerate(group.inits):
         streams = tower(group).history.streams[p]
         before = separation(streams[0])[1]
-        if init in EQUAL_TO_PLAIN:
+        if Case(group, init).starts_plain:
             assert before < 1e-6, f"{init}: streams differ by {before:.2e} at init"
         # A gate of 0.01 that ten steps at 1e-3 carry down stands at zero after the tenth, and hides the difference.
         after = max(separation(streams[step])[0] for step in (STEPS - 2, STEPS))
@@ -173,10 +187,11 @@ def test_streams_separate(group: Group) -> None:
 
 @every_group
 def test_the_input_dependent_part_acts(group: Group) -> None:
-    """After training, perturbing phi (or HC's w) changes the loss."""
+    """After training, perturbing phi (or what another kind has in its place) changes the loss."""
     trained = jax.tree.map(lambda leaf: leaf[:, STEPS], tower(group).history.params)
-    dynamic = [name for name in ("phi", "w_pre", "w_post", "w_res") if name in trained["maps"]]
-    if group.n == 1 or not dynamic:
+    names = ("phi", "w_pre", "w_post", "w_res", "w_read", "w_down", "w_up", "w_inject", "query", "B")
+    dynamic = [name for name in names if name in trained["maps"]]
+    if (group.n == 1 and group.kind not in WITHOUT_MAPS) or not dynamic:
         return
     rng = np.random.default_rng(3)
     base = np.asarray(tower(group).history.loss[:, STEPS])
@@ -201,7 +216,10 @@ def test_bfloat16_streams_stay_near_float32(group: Group) -> None:
     for p, init in enumerate(group.inits):
         a, b = np.asarray(narrow.out[p, -1], np.float64), np.asarray(wide.out[p, -1], np.float64)
         error = np.linalg.norm(a - b) / np.linalg.norm(b)
-        assert error <= 2e-2, f"{init}: {error:.2e}"
+        # A rotation that does not keep the mean takes the rounding of the streams into what is read, and alpha = 1
+        # feeds it back through the maps.
+        stray = init == "v4" and "isometry" in group.exact and "rows" not in group.exact
+        assert error <= (0.15 if stray else 2e-2), f"{init}: {error:.2e}"
 
 
 @pytest.mark.parametrize("kind", [name for name, kind in kinds.known().items() if "head" in kind.collapses])
@@ -210,11 +228,12 @@ def test_collapses(kind: str) -> None:
     x = jnp.asarray(np.random.default_rng(4).normal(size=(3, 4, WIDTH)), jnp.float32)
     key = PathKey(jax.random.key(0))
     out = {
-        mode: residual.build(kind, WIDTH, rngs=key, n=4, collapse=mode).collapse(x) for mode in ("sum", "mean", "head")
+        mode: residual.build(kind, WIDTH, rngs=key, sublayers=DEEP, n=4, collapse=mode).collapse(x)
+        for mode in ("sum", "mean", "head")
     }
     np.testing.assert_allclose(out["sum"], np.sum(x, axis=-2), rtol=1e-6)
     np.testing.assert_allclose(out["mean"], np.mean(x, axis=-2), rtol=1e-6, atol=1e-7)
-    head = vars(residual.build(kind, WIDTH, rngs=key, n=4, collapse="head"))["head"]
+    head = vars(residual.build(kind, WIDTH, rngs=key, sublayers=DEEP, n=4, collapse="head"))["head"]
     assert head.fn.shape == (4, WIDTH, 4)
     assert 0.01 < np.std(head.fn) < 0.03
     weights = residual.functional.collapse_head(x, head.fn[...].reshape(-1, 4), head.base[...], head.scale[...])

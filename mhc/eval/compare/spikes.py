@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from mhc.config import GuardConfig
+from mhc.eval.common.events import flags_loss, lead_window
 from mhc.eval.common.words import listed
 from mhc.eval.compare.runs import Arm
 from mhc.monitor.guard import COLLAPSING, MONITORS, ProbeWatch
@@ -128,7 +129,7 @@ class MonitorRecord:
 
 def window_of(arm: Arm) -> int:
     """Return the number of steps within which a crossing counts as leading: two probes, and at least 32."""
-    return max(32, 2 * int(arm.flat.get("monitor.probe_every") or 0))
+    return lead_window(int(arm.flat.get("monitor.probe_every") or 0))
 
 
 def history(arm: Arm) -> History:
@@ -266,7 +267,7 @@ def _episode(
     rewinds: int,
 ) -> Episode:
     finite = all(event["event"] == "spike" for event in flagged)
-    of_loss = [event for event in flagged if event["event"] == "nonfinite" or "loss" in event.get("flagged", ())]
+    of_loss = [event for event in flagged if flags_loss(event)]
     main = of_loss[0] if of_loss else flagged[0]
     step = int(main["step"])
     leads: dict[str, int] = {}
