@@ -71,7 +71,7 @@ class Case:
 
     @property
     def starts_plain(self) -> bool:
-        """Whether a fresh network computes the plain residual's function."""
+        """Return whether a fresh network computes the plain residual's function."""
         wanted = self.group.spec.preserving.get("init")
         alike = self.group.kind in ("frac", "attn_res", "denseformer", "laurel")  # both presets are one
         return self.init is not None and (self.init == wanted or alike)

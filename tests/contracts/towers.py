@@ -91,7 +91,7 @@ class Tower:
         }
 
     def with_params(self, params: Params) -> ResidualTopology:
-        """The topology with its own parameters."""
+        """Return the topology with its own parameters."""
         graph, state = nnx.split(self.topology)
         nnx.replace_by_pure_dict(state, params)
         return nnx.merge(graph, state)
