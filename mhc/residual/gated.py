@@ -129,7 +129,7 @@ class GatedResidual(ResidualTopology):
       width: D.
       rngs: the weights' key.
       n: N, by default 4.
-      init: ``home`` or ``equivalent``; see docs/other_topologies.md.
+      init: ``home`` or ``equivalent``; see docs/topologies.md.
       rank: r of the gates; None: D / 8, at least 1.
       rms_eps: inside the square root of the norm.
     """
