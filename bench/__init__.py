@@ -1,1 +1,1 @@
-"""Measure speed and cost, a command for each measure, with JSON as output."""
+"""Measure speed and cost; each measure is a command of its own that writes JSON."""

@@ -1,4 +1,4 @@
-"""Configure about ten million parameters: for a laptop, and for measuring topologies against each other."""
+"""Configure about ten million parameters, for a laptop and for measuring topologies against each other."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Configure about 125 million parameters (GPT-2 small's shape): for one accelerator."""
+"""Configure about 125 million parameters (GPT-2 small's shape), for one accelerator."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Configure about 350 million parameters (GPT-2 medium's shape): for one host."""
+"""Configure about 350 million parameters (GPT-2 medium's shape), for one host."""
 
 from __future__ import annotations
 

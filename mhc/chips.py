@@ -12,7 +12,7 @@ class Chip:
     """Describes a chip.
 
     Attributes:
-      kinds: how jax's device_kind of it begins.
+      kinds: how jax's ``device_kind`` of the chip may begin.
       peak_flops: dense bfloat16 FLOP/s, the denominator of mfu.
     """
 

@@ -1,7 +1,8 @@
 """Do what all command-line programs share: arguments, config files with overrides, exit codes, errors of one line.
 
 Exit codes: 0 done, 2 a user's mistake, 6 a full disk, 130 interrupted from the keyboard, 141 nobody reads the result
-any more (``… | head``), 143 by SIGTERM where a program handles it. A program that has further codes documents them.
+any more (``… | head``), 143 ended by SIGTERM, where the program handles it. A program that has further codes
+documents them.
 """
 
 from __future__ import annotations
@@ -124,7 +125,7 @@ def allowed_fields(fields: Sequence[str]) -> str:
 def naming_options(fields: Sequence[str]) -> Iterator[None]:
     """Let a UserError about a field of `data` name the program's option of that name instead.
 
-    Advice at the end of the message that is about another field is left out.
+    Advice at the end of the message is left out if it is about another field.
 
     Args:
       fields: the fields of `data` that are options of the program.
@@ -142,8 +143,8 @@ def naming_options(fields: Sequence[str]) -> Iterator[None]:
 def run_main(main: Callable[[Sequence[str]], int], arguments: Sequence[str] | None = None) -> NoReturn:
     """Run a program and exit with its code.
 
-    A UserError becomes ``error: …`` on stderr and code 2, a full disk one such line and code 6. A stderr that cannot be
-    written does not end the program (`mhc.stdio`).
+    A UserError becomes ``error: …`` on stderr and code 2; a full disk becomes one such line and code 6. A stderr that
+    cannot be written does not end the program (`mhc.stdio`).
 
     Args:
       main: takes the command-line arguments without the program's name, returns the exit code.
@@ -365,7 +366,7 @@ def _run_config_file(path: str) -> ConfigDict:
 
 
 def check_writable(folder: str, option: str = "--workdir") -> Path:
-    """Return the path of a folder that exists or can be made; nothing is made.
+    """Check that a folder can be written, without making it, and return its path.
 
     A program that checks a folder here writes it later, so it no longer ends when nobody reads its stdout.
 
@@ -393,7 +394,7 @@ def check_writable(folder: str, option: str = "--workdir") -> Path:
 
 
 def check_file(file: str, option: str) -> Path:
-    """Return the path of a file that can be written, in a folder that exists.
+    """Check that a file can be written, in a folder that exists, and return its path.
 
     As in `check_writable`, the program no longer ends when nobody reads its stdout.
 
@@ -416,7 +417,7 @@ def check_file(file: str, option: str) -> Path:
 
 
 def check_workdir(folder: str) -> remote.Folder:
-    """Return the path of a run's folder: a local one as in `check_writable`, or ``gs://BUCKET/PATH``.
+    """Check that a run's folder can be written, and return its path: a local one, or ``gs://BUCKET/PATH``.
 
     Raises:
       UserError: the folder cannot be written, holds a grid, or the bucket cannot be reached.
@@ -437,13 +438,13 @@ def check_workdir(folder: str) -> remote.Folder:
 
 
 def _will_write(path: Path) -> None:
-    """Record what the program is to write, and let it go on where nobody reads its stdout."""
+    """Record what the program will write, and let the program go on if nobody reads its stdout."""
     _targets.append(str(path))
     stdio.keep_going()
 
 
 def _why_not(folder: Path) -> str:
-    """Return why a folder cannot be written, up to its name."""
+    """Return why a folder cannot be written, as the part of a sentence that its name ends."""
     with contextlib.suppress(OSError):
         if os.statvfs(folder).f_flag & os.ST_RDONLY:
             return "the file system is read-only at"

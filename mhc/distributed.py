@@ -37,7 +37,7 @@ _SIGNS_OF_LOSS = ("gloo", "nccl", "connection", "unavailable", "deadline_exceede
 def initialize(config: DistributedConfig) -> None:
     """Join the run's other processes, before jax's first use of a device. With ``cluster=none`` do nothing.
 
-    Where they do not find each other within ``start_timeout``, the process prints a line and ends with code ``LOST``.
+    If they do not find each other within ``start_timeout``, the process prints a line and ends with code ``LOST``.
 
     Raises:
       UserError: the environment names no cluster.
@@ -88,7 +88,7 @@ def initialize(config: DistributedConfig) -> None:
 
 @contextlib.contextmanager
 def _giving_up(config: DistributedConfig) -> Iterator[None]:
-    """End this process with a line and code ``LOST`` where the block takes longer than ``start_timeout``."""
+    """End this process with a line and code ``LOST`` if the block takes longer than ``start_timeout``."""
 
     def leave() -> None:
         at = f" at {config.coordinator}" if config.coordinator else ""
@@ -132,7 +132,7 @@ def primary() -> bool:
 
 
 def gather(value: Any) -> list[Any]:
-    """Return the values that all processes give, JSON values in the order of processes. This waits for all of them."""
+    """Return the JSON values that all processes give, in the order of the processes. This waits for all of them."""
     if jax.process_count() == 1:
         return [value]
     ours = np.frombuffer(json.dumps(value).encode(), np.uint8)
@@ -153,7 +153,7 @@ def wait(name: str) -> None:
 
 @contextlib.contextmanager
 def together() -> Iterator[None]:
-    """Share user's mistakes: where one process raises a UserError in the block, all do. This waits for all at its end.
+    """Share users' mistakes: if one process raises a UserError in the block, all do. This waits for all at its end.
 
     Raises:
       UserError: the mistake of this process, or else that of the first process that has one.
@@ -224,8 +224,9 @@ class StopRequest:
 def leaving_when_lost(where: str) -> Iterator[None]:
     """End this process with code ``LOST`` and one line when the runtime reports that another process is gone.
 
-    Nothing is waited for or closed, since saves and barriers would wait for the process that is gone. Where the runtime
-    merely hears no more from it, jax.distributed ends this process after ``distributed.timeout``, with its own message.
+    This waits for nothing and closes nothing, since saves and barriers would wait for the process that is gone. If the
+    runtime merely hears no more from that one, jax.distributed ends this process after ``distributed.timeout``, with
+    its own message.
 
     Args:
       where: the run, as the message begins.

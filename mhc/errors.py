@@ -31,7 +31,7 @@ _STANDARD = os.path.dirname(os.path.abspath(os.__file__)) + os.sep
 
 
 def failure(error: BaseException) -> str:
-    """Return ``" (FILE, line N): TYPE: message"`` of what a user's code raised, in one line; the place if known."""
+    """Return ``" (FILE, line N): TYPE: message"`` for an error of a user's code, in one line; the place if known."""
     if isinstance(error, SyntaxError):
         place = f" ({error.filename}, line {error.lineno})" if error.filename else ""
     else:
@@ -45,7 +45,7 @@ def failure(error: BaseException) -> str:
 
 
 def _is_theirs(file: str) -> bool:
-    """Return whether a frame's file is neither of the standard library nor of the libraries that we use, nor ours."""
+    """Return whether a frame's file is the user's: no file of the standard library, a library or this project."""
     if file.startswith("<") or (file.startswith(_STANDARD) and "site-packages" not in file):
         return False
     for name in _LIBRARIES:

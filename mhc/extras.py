@@ -1,4 +1,4 @@
-"""Says in one line which extra of this package installs what a program or a module misses.
+"""Say in one line which extra of this package installs what a program or a module misses.
 
 ``pip install mhc-jax`` brings jax and flax, which are enough for ``mhc.residual`` and ``mhc.kernels``. Everything that
 trains, evaluates or reads data needs the extra ``[train]``.

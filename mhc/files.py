@@ -77,7 +77,7 @@ def append_jsonl(path: str | os.PathLike[str], record: Record) -> None:
 
 
 def _append(file: io.FileIO, data: bytes) -> None:
-    """Append all of the bytes or none of them, where the disk has no room for all."""
+    """Append all of the bytes, or none of them if the disk has no room for all."""
     written = 0
     try:
         while written < len(data):

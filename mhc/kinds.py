@@ -61,7 +61,7 @@ class Option(Rule):
             raise ValueError(f"option {self.doc!r}: {error}") from None
 
     def same_field(self, other: Option) -> bool:
-        """Return whether two options declare the same field: all but their words are equal."""
+        """Return whether two options declare the same field: everything but their descriptions is equal."""
         return dataclasses.replace(self, doc="", words="") == dataclasses.replace(other, doc="", words="")
 
 
@@ -106,7 +106,7 @@ class Kind:
         return max((n for n in self.streams if n <= 4), default=min(self.streams))
 
     def refusal(self, field: str, value: object) -> str | None:
-        """Return what is allowed in a field, and why, where a value is not; None where it is.
+        """Return what a field allows, and why, if it does not allow a value; None if it does.
 
         Args:
           field: ``n``, ``init`` or ``collapse``.
@@ -126,7 +126,7 @@ class Kind:
 
     @property
     def is_plain(self) -> bool:
-        """Return whether it computes nothing but the plain residual's function, under the values of ``preserving``."""
+        """Return whether the kind always computes the plain residual's function, under the values of ``preserving``."""
         return not self.parameters and bool(self.preserving)
 
 
@@ -239,7 +239,7 @@ def parameter(path: str) -> Parameter | None:
 
 
 def referred(place: str) -> Any:
-    """Import and return the object that ``module:name`` names."""
+    """Import and return the object that a text ``module:name`` names."""
     module, _, name = place.partition(":")
     return getattr(importlib.import_module(module), name)
 
@@ -253,7 +253,7 @@ def module_of(kind: str) -> str | None:
 
 
 def modules_for(kind: str, given: str | None) -> str | None:
-    """Return the modules to import for a kind: the given ones, and the one that registered it."""
+    """Return the modules to import for a kind: the given ones, and the module that registered the kind."""
     registered = _MODULES.get(kind)
     names = [] if given is None else [part.strip() for part in given.split(",")]
     return given if registered is None or registered in names else ",".join([*names, registered])
@@ -303,7 +303,7 @@ def _manifold(name: str, mixing: str, **fields: Any) -> Kind:
     Args:
       name: the kind's name.
       mixing: ``module:name`` of the Mixing that gives H_res.
-      fields: further fields of Kind; options are added to the shared ones.
+      fields: further fields of Kind; options and parameters are added to the shared ones.
     """
     options = {
         "alpha": _ALPHA,
@@ -331,13 +331,14 @@ def _manifold(name: str, mixing: str, **fields: Any) -> Kind:
     }
     return Kind(
         name,
-        inits=("home", "equivalent", "fanin", "v4"),
+        inits=fields.pop("inits", ("home", "equivalent", "fanin", "v4")),
         preserving={"init": "equivalent", "alpha": 0.0, "collapse": "mean"},
         options=options | fields.pop("options", {}),
         parameters={
             "phi": Parameter(("streams", "stream_width", "maps"), muon=((-3, -2), (-1,))),
             "alpha": Parameter(("maps",)),
             "bias": Parameter(("maps",)),
+            **fields.pop("parameters", {}),
         },
         builder="mhc.residual.manifold:ManifoldHyperConnections",
         mixing=mixing,
@@ -393,6 +394,46 @@ KROMHC = _manifold(
     why_streams="its H_res is a Kronecker product of 2 x 2 matrices",
 )
 IDENTITY = _manifold("identity", "mhc.residual.mixing.identity:Identity")
+_NOT_FROM_ZERO = ("home", "equivalent")  # presets of what does not learn from residual logits of zero
+
+
+def _check_go_mhc(config: Any) -> None:
+    """Refuse a rotation of more than 32 axes. Raises UserError."""
+    n, s = config.residual.n or GO_MHC.default_streams, config.residual.s
+    if n * s > 32:
+        refuse("residual.s", s, f"at most {32 // n} with residual.n={n}: it rotates n s axes, 32 at most")
+
+
+GO_MHC = _manifold(
+    "go_mhc",
+    "mhc.residual.mixing.orthostochastic:Orthostochastic",
+    inits=_NOT_FROM_ZERO,
+    options={"s": Option("go_mhc: rows and columns of the rotation that make one of H_res", default=2, low=1)},
+    check=_check_go_mhc,
+)
+TBP_MHC = _manifold(
+    "tbp_mhc",
+    "mhc.residual.mixing.transport:Transport",
+    inits=_NOT_FROM_ZERO,
+    options={"minorize": Option("tbp_mhc: mix a learned share of the uniform map in", default=True)},
+    parameters={"delta": Parameter(())},
+)
+SHC = _manifold("shc", "mhc.residual.mixing.spectral:Spectral", parameters={"gamma": Parameter(("maps",))})
+ISO = _manifold("iso", "mhc.residual.mixing.rotations:Isometric")
+ORTHO = _manifold("ortho", "mhc.residual.mixing.rotations:Orthogonal")
+CIRCULANT = _manifold(
+    "circulant",
+    "mhc.residual.mixing.circulant:Circulant",
+    options={
+        "beta": Option(
+            "circulant: what is not the identity has the share beta / (2 S) over S sublayers, 1/4 at most",
+            default=4.0,
+            above=0,
+        )
+    },
+)
 
 for _kind in (PLAIN, HC, MHC, MHC_LITE, KROMHC, IDENTITY):
+    declare(_kind)
+for _kind in (GO_MHC, TBP_MHC, SHC, ISO, ORTHO, CIRCULANT):
     declare(_kind)

@@ -187,7 +187,7 @@ def append(file: Path, config: Config, entry: Mapping[str, Any]) -> None:
 
 
 class StoredRun(NamedTuple):
-    """Holds what run.json says of a run, so that another can be started from it."""
+    """Holds the content of a run's run.json, so that another run can be started from it."""
 
     file: str
     config: Config  # resolved, with the default ``distributed``
@@ -255,7 +255,7 @@ def _starts(tree: Mapping[str, Any], file: Any) -> Sequence[Mapping[str, Any]]:
 
 
 def comparable(entry: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what equal runs share of a start, as {readable name: value}."""
+    """Return the facts about a start that equal runs share, as {readable name: value}."""
     code, devices = entry["code"] or {}, entry["devices"]
     environment = {
         name: _flags(value) if name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS") else value
@@ -332,7 +332,7 @@ def make_deterministic(environment: MutableMapping[str, str] = os.environ) -> No
     """Ask XLA for deterministic programs on GPUs. This must come before jax's first use of a device.
 
     Raises:
-      UserError: XLA_FLAGS asks for the contrary, or the installed XLA does not know the flag.
+      UserError: XLA_FLAGS asks for the opposite, or the installed XLA does not know the flag.
     """
     given = environment.get("XLA_FLAGS", "")
     if _asked(given) is False:

@@ -16,7 +16,7 @@ from mhc.errors import UserError, did_you_mean
 
 
 def result_of(path: str, function: str, kind: str, *, near: Sequence[str] = (), locate: bool = False) -> Any:
-    """Return what a function of a user's file gives.
+    """Call a function of a user's file, and return its result.
 
     Args:
       path: ``file.py``, or ``file.py:text`` to call the function with a text.
@@ -45,7 +45,7 @@ def result_of(path: str, function: str, kind: str, *, near: Sequence[str] = (), 
 
 
 def look_beside(file: str) -> None:
-    """Let modules in the working directory, and then those beside a file of the user's, be found after all others."""
+    """Let imports find modules in the working directory, then those beside a user's file, after all others."""
     for folder in (os.getcwd(), str(Path(file).resolve().parent)):
         if folder not in sys.path:
             sys.path.append(folder)
@@ -53,7 +53,7 @@ def look_beside(file: str) -> None:
 
 @contextlib.contextmanager
 def _told(file: str, kind: str, locate: bool) -> Iterator[None]:
-    """Raise what the user's file raises as a UserError of one line."""
+    """Turn whatever the user's file raises within the block into a UserError of one line."""
     try:
         yield
     except SyntaxError as error:

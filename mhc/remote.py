@@ -45,7 +45,7 @@ def is_remote(path: str | os.PathLike[str]) -> bool:
 
 
 def path(text: str | os.PathLike[str]) -> Folder:
-    """Return a local path, or one of etils.epath for ``gs://``. Nothing is asked of the store.
+    """Return a local path, or one of etils.epath for ``gs://``, without access to the store.
 
     Raises:
       UserError: the scheme is another, the bucket's name is impossible, or gcsfs is not installed.

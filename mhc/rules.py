@@ -30,7 +30,7 @@ class Rule:
     """A further check of (the field's dotted name, its value), which raises UserError."""
 
     def allowed(self) -> tuple[str, ...]:
-        """Return the choices that there are now."""
+        """Return the choices that are allowed at the moment, since kinds may be registered later."""
         return self.choices() if callable(self.choices) else self.choices
 
     def bounds(self) -> str:

@@ -1,4 +1,4 @@
-"""Hold the folder of a run against other processes, and mirror it where it lies in an object store.
+"""Lock the folder of a run against other processes, and mirror a folder that lies in an object store.
 
 A store has no append, no rename and no locks. A run whose folder is there keeps its small files (curves, events,
 config, summary) in a local folder and copies each that changed as a whole: see `MirroredFolder`. Its checkpoints go
@@ -41,7 +41,7 @@ COPY_SHARE = 0.02  # largest share of the time that copying may take
 
 @contextlib.contextmanager
 def lock(folder: Path, name: Folder | None = None) -> Iterator[None]:
-    """Hold a local folder against other processes of this machine; the lock ends with the process, however it ends.
+    """Lock a local folder against other processes of this machine; the lock ends with the process, however it ends.
 
     Args:
       folder: an existing folder.
@@ -125,8 +125,8 @@ class MirroredFolder(RunFolder):
     Files that changed since the last copy are copied whole: by `push`, and every minute or so by a thread, which also
     writes a heartbeat into ``OWNER``. Files are never deleted in the store.
 
-    The lock is as good as a file without preconditions can be: of two runs that take the folder within the same second
-    both may take it for theirs until the next heartbeat; then the one that wrote first stops.
+    The lock is as good as a file without preconditions can be: if two runs take the folder within the same second, both
+    may believe that they hold it until the next heartbeat. Then the one that wrote first stops.
 
     Attributes:
       due: when the thread copies next, by time.monotonic.
@@ -254,9 +254,9 @@ class MirroredFolder(RunFolder):
     # The owner --------------------------------------------------------------------------------------------------------
 
     def wait_until_free(self) -> None:
-        """Return at once where the last heartbeat of another run is older than ``STALE_SECONDS``.
+        """Return at once if the last heartbeat of another run is older than ``STALE_SECONDS``.
 
-        Where it is younger, and the run is not known to be dead, wait for its next heartbeat, or until it counts as
+        If it is younger, and the run is not known to be dead, wait for its next heartbeat, or until the run counts as
         gone.
 
         Raises:
@@ -330,7 +330,7 @@ def _describe(owner: dict[str, Any]) -> str:
 
 
 def _machine() -> str:
-    """Return where process ids have one meaning: this boot of this machine, this container; "" where it is unknown."""
+    """Return an id of the scope of process ids, this boot of this machine or container; "" if it is not known."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{platform.node()} {boot} {os.readlink('/proc/self/ns/pid')}"

@@ -60,7 +60,7 @@ RULES: dict[str, tuple[str, ...]] = {
 
 
 def make_mesh(config: MeshConfig, devices: list[jax.Device] | None = None) -> Mesh:
-    """Return the mesh over all devices, axes of type Auto. One axis may be -1: what the others leave.
+    """Return the mesh over all devices, with axes of type Auto. One axis may be -1: it gets what the others leave.
 
     Devices of several slices, joined by a slower network, are parts of ``data``: what they exchange is gradients, once
     a step.
@@ -169,7 +169,7 @@ def batch_sharding(mesh: Mesh) -> NamedSharding:
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
-    """Return the layout of what every device holds whole."""
+    """Return the layout of arrays that every device holds whole."""
     return NamedSharding(mesh, PartitionSpec())
 
 
@@ -278,7 +278,7 @@ _MESH: contextvars.ContextVar[Mesh | None] = contextvars.ContextVar("mesh", defa
 
 @contextlib.contextmanager
 def tracing_for(mesh: Mesh | None) -> Iterator[None]:
-    """Trace what is inside for this mesh: ``current_mesh`` gives it."""
+    """Trace the functions within the block for this mesh, which ``current_mesh`` then gives."""
     token = _MESH.set(mesh)
     try:
         yield
@@ -303,7 +303,7 @@ def current_mesh() -> Mesh | None:
 
 
 def compiles_for_tpu() -> bool:
-    """Return whether what is traced will run on a TPU, also where this process has none."""
+    """Return whether the program that is traced will run on a TPU, also if this process has none."""
     mesh = _MESH.get()
     return mesh is not None and mesh.devices.flat[0].platform == "tpu"
 
@@ -343,7 +343,7 @@ def constrain_streams(x: jax.Array) -> jax.Array:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
 def _moved(x: jax.Array, to: PartitionSpec, back: PartitionSpec, mesh: Mesh) -> jax.Array:
-    """Return ``x`` laid out as ``to``, its gradient as ``back``: a constraint alone would lay both out as ``to``."""
+    """Return ``x`` laid out as ``to``, its gradient as ``back``: a constraint alone would lay out both as ``to``."""
     return _constrained(x, to, mesh)
 
 

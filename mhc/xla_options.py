@@ -1,6 +1,6 @@
-"""Tells which options this release of XLA knows: one that it does not know ends the process, or the compilation.
+"""Find which options this release of XLA knows, since an unknown one ends the process or the compilation.
 
-XLA drops options from release to release. What only saves time or fixes an order is left out where it is gone.
+XLA drops options from release to release. An option that only saves time or fixes an order is left out if it is gone.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ xla_client.CompileOptions().executable_build_options.debug_options
 def unknown_flags(flags: Iterable[str]) -> set[str]:
     """Return those of some flags for ``XLA_FLAGS`` (``--name=value``) that the installed XLA does not know.
 
-    A process of its own is asked, which takes half a second: XLA reads the variable once, and aborts over such a flag.
+    This asks a process of its own, in half a second: XLA reads the variable once, and aborts over an unknown flag.
     """
     environment = {**os.environ, "XLA_FLAGS": " ".join(flags)}
     asked = subprocess.run(

@@ -1,4 +1,4 @@
-"""Compare what the code at hand computes with what the code of a commit does, on this machine.
+"""Compare the results of the code at hand with those of a commit's code, on this machine.
 
     python tools/against.py                                   # with the default commit, all kinds, minutes
     python tools/against.py COMMIT --kinds plain mhc --only bits
@@ -8,10 +8,10 @@
 logged number that is not a time. ``resume``: a run that the commit's code trained half way, and the code at hand to its
 end, ends as the commit's own. ``cost``: one compiled training step needs as many FLOPs and bytes, within 1 %.
 
-A line a kind, then what differs by name. Exit codes: 0 all is equal, 1 something differs, 2 it could not be compared.
-Each run is a process on one CPU device; neither code sees the other's compiled programs. The code at hand is copied
-first, so that it may be edited meanwhile. The module is longer than most, since it stands alone: it shares nothing with
-the code that it compares.
+It prints a line for each kind, then what differs by name. Exit codes: 0 all is equal, 1 something differs, 2 it could
+not be compared. Each run is a process on one CPU device; neither code sees the other's compiled programs. The code at
+hand is copied first, so that it may be edited meanwhile. The module is longer than most, since it stands alone: it
+shares nothing with the code that it compares.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ AS_BEFORE: dict[str, tuple[Any, str]] = {"validation.rule": ("first", 'choices=(
 
 
 class Failed(Exception):
-    """Raised where the two could not be compared, for the reason given."""
+    """Reports why the two could not be compared."""
 
 
 # Differences ----------------------------------------------------------------------------------------------------------
@@ -159,7 +159,7 @@ def checkpoint_arrays(folder: Path) -> dict[str, np.ndarray]:
 
 
 def record(run: Path, steps: int) -> dict[str, Any]:
-    """Return all that a run left after its last step, but its config and how it was started.
+    """Return all that a run left after its last step, except its config and the record of its starts.
 
     Raises Failed where it logged other steps than 1 to ``steps``, or has no checkpoint of the last.
     """
@@ -222,7 +222,7 @@ class Children:
         return process.returncode, out, err
 
     def end(self) -> None:
-        """End those that run; none begins after it."""
+        """End the processes that run; none begins afterwards."""
         with self._lock:
             self._ended = True
             for process in self._running:
@@ -230,7 +230,7 @@ class Children:
 
 
 class Side(NamedTuple):
-    """Describes a code, and what its processes may use."""
+    """Describes one of the two codes, and what its processes may use."""
 
     root: Path  # holds mhc, configs and train.py
     caches: Path
@@ -323,7 +323,7 @@ def write_corpus(folder: Path) -> str:
 
 
 class Verdict(NamedTuple):
-    """Holds what was found of a kind."""
+    """Holds the result of the comparison for a kind."""
 
     kind: str
     parts: dict[str, str]  # in words
@@ -335,15 +335,14 @@ class Verdict(NamedTuple):
 
 
 def as_before(root: Path) -> dict[str, Any]:
-    """Return the fields under which the code at hand does what the code in ``root`` does without having them."""
+    """Return the fields under which the code at hand behaves as the code in ``root``, which lacks these fields."""
     files = [root / "mhc" / "config.py", *(root / "mhc" / "config").glob("*.py")]  # a module once, now a package
     source = "".join(file.read_text("utf-8") for file in files if file.is_file())
     return {name: value for name, (value, word) in AS_BEFORE.items() if word not in source}
 
 
 def changed_since(root: Path) -> tuple[str, ...]:
-    """Return what names of values begin with that the code at hand gives otherwise on purpose than the code in
-    ``root``."""
+    """Return the beginnings of the names of values that differ on purpose from those of the code in ``root``."""
     source = (root / "mhc" / "train" / "record.py").read_text("utf-8") if (root / "mhc").is_dir() else ""
     return tuple(name for name, word in CHANGED.items() if word not in source)
 

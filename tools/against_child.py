@@ -3,7 +3,7 @@
 The argument is a job as JSON: ``root`` (the folder with mhc, configs and train.py) and ``do``. ``train``: train.py with
 ``arguments``. ``cost``: what one compiled step of each of ``configs`` (nested, by name) costs, as JSON on stdout.
 
-It uses of mhc only what stays from version to version.
+It uses only those parts of mhc that stay the same from version to version.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def cost(config: dict[str, dict[str, Any]]) -> dict[str, float]:
 
 
 def main(job: dict[str, Any]) -> None:
-    """Do the job."""
+    """Read the job from the command line and do it."""
     import mhc
 
     root = Path(job["root"])

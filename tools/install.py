@@ -2,8 +2,8 @@
 
     .venv/bin/python tools/install.py '.[train]'
 
-pip says hundreds of lines or nothing. This says one line that moves: packages found, megabytes downloaded, packages
-installed. Where pip fails, its last lines follow. Exit codes: pip's, 130 interrupted from the keyboard.
+pip prints hundreds of lines or nothing. This prints one line that moves: packages found, megabytes downloaded, packages
+installed. If pip fails, its last lines follow. Exit codes: pip's, 130 interrupted from the keyboard.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _UNITS = {"kB": 1e-3, "MB": 1.0, "GB": 1e3}  # megabytes
 
 
 class Progress:
-    """Tells how far pip is, by what it prints and by the packages that lie in the environment."""
+    """Reports how far pip has come, by what it prints and by the packages that lie in the environment."""
 
     def __init__(self, packages: Path):
         self._packages = packages

@@ -32,7 +32,7 @@ GUESSED_SHARE = 0.92  # of the memory that the guess fills
 
 
 class Held(NamedTuple):
-    """Counts the bytes of one device that a layout determines, whatever the compiler does."""
+    """Holds the bytes of one device that a layout determines, whatever the compiler does."""
 
     parameters: int
     optimizer: int
@@ -40,12 +40,12 @@ class Held(NamedTuple):
 
     @property
     def bound(self) -> int:
-        """Return the least that every step holds: these, and a gradient as large as the parameters."""
+        """Return the least that any step holds: these bytes, and a gradient as large as the parameters."""
         return 2 * self.parameters + self.optimizer + self.streams
 
 
 def held(config: Config) -> Held:
-    """Return what a device holds of the config on its mesh. No device is touched, and libtpu is not needed."""
+    """Return the bytes of the config that a device of its mesh holds, without a device and without libtpu."""
     import jax
     from jax.sharding import AbstractMesh
 

@@ -29,7 +29,7 @@ _ALLOCATION = re.compile(r"^allocation \d+: size (\d+), (.*):$")
 
 
 class Memory(NamedTuple):
-    """Counts bytes of one device's main memory."""
+    """Holds how many bytes of one device's main memory a program uses."""
 
     arguments: int
     outputs: int  # without those that take an argument's place
@@ -59,7 +59,7 @@ def memory(text: str) -> Memory:
 
 
 class Collectives(NamedTuple):
-    """Counts the collectives of one kind on one device."""
+    """Holds the count and bytes of the collectives of one kind on one device."""
 
     number: int  # how often one runs
     size: int  # bytes of their results

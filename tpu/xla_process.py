@@ -34,7 +34,7 @@ _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
 class Outcome(NamedTuple):
-    """Holds what XLA made of a step. Sizes are bytes of one device's HBM; FLOPs and bytes are as XLA counts them."""
+    """Holds the result of compiling a step. Sizes are bytes of a device's HBM; FLOPs and bytes are XLA's counts."""
 
     memory: hlo.Memory | None  # None: the step does not fit
     used: int | None  # what a step that does not fit would have needed at least
@@ -123,7 +123,7 @@ def used_bytes(message: str) -> int | None:
 
 
 def main(folder: Path) -> None:
-    """Be the process: read the job from the folder, compile, write the result there."""
+    """Run as the process: read the job from the folder, compile, and write the result there."""
     job = json.loads((folder / "job.json").read_text())
     try:
         result = _compile(configs.from_json(job["config"]), parse_slice(job["slice"]), folder / "dump")

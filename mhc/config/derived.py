@@ -36,7 +36,7 @@ ZSCORE_HISTORY = 64  # steps before the first z-score, in a run that is not shor
 
 @dataclasses.dataclass(frozen=True)
 class Groups:
-    """Holds every group of a run, with the values that derive from them. `Config` is this and checked."""
+    """Holds every group of a run, with the values that derive from them; the subclass `Config` checks them too."""
 
     model: ModelConfig = dataclasses.field(default_factory=ModelConfig)
     attention: AttentionConfig = dataclasses.field(default_factory=AttentionConfig)
@@ -121,7 +121,7 @@ class Groups:
 
     @property
     def max_length(self) -> int:
-        """Return the rows of a learned position table."""
+        """Return how many rows a learned position table has."""
         return self.positions.max_length or self.data.sequence_length
 
     @property
@@ -147,7 +147,7 @@ class Groups:
 
     @property
     def remat_blocks(self) -> int:
-        """Return the blocks between the streams that remat=streams keeps.
+        """Return after how many blocks remat=streams keeps the streams again.
 
         They are L_r = sqrt(N S / (N + 2)) sublayers (arXiv:2512.24880, section 4.3), two in each block.
         """

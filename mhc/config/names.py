@@ -87,7 +87,7 @@ def describe(name: str) -> str:
 
 
 def parse_value(name: str, text: str) -> Any:
-    """Return the value of a field that a text on the command line stands for, checked as far as one field can be.
+    """Return the value of a field from its text on the command line, checked as far as one field can be.
 
     Args:
       name: the field's dotted name.

@@ -68,7 +68,7 @@ def _resumable(name: str) -> bool:
 
 
 def keep_validation_rule(old: Config, new: Config) -> Config:
-    """Return `new`, which is not resolved yet, with the validation rule of an older version where `old` has it.
+    """Return the unresolved config `new`, with the validation rule of an older version if `old` has that rule.
 
     Fields that `new` sets stay as they are.
     """

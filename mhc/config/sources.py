@@ -83,7 +83,7 @@ def shares(value: str, field: str = "data.source") -> tuple[Share, ...]:
 
 
 def _share(part: str, kind: str, field: str) -> Share:
-    """Return the Share of one part, its weight as it was given."""
+    """Return the Share that one part describes, with its weight as it was given."""
     form = _FORMS[kind]
     name, equals, weighted = (text.strip() for text in part.partition("="))
     weight, star, source = weighted.partition("*") if kind == "mix" else ("1", "*", weighted)

@@ -104,7 +104,7 @@ class Lengths(NamedTuple):
 
 
 def lengths(config: Config, split: Split, most: int, tell: Any = lambda done, total: None) -> Lengths:
-    """Measure ``most`` documents spread evenly over the split, or all of them with 0."""
+    """Measure at most ``most`` documents, spread evenly over the split; 0 stands for all."""
     tokenizer = tokenizers.load(config.data.tokenizer)
     source = open_corpus(config.data, tokenizer, split)
     encode = encoder(source, tokenizer)
@@ -167,7 +167,7 @@ def statistics(measured: Lengths, batches: Sequence[Batch], config: Config) -> d
 def describe_row(
     tokenizer: Tokenizer, batch: Batch, number: int, row: int, names: Sequence[str], of_set: str = ""
 ) -> Iterator[str]:
-    """Yield lines on a row of batch ``number``; ``names`` are those of a mixture's sources."""
+    """Yield lines that describe a row of batch ``number``; ``names`` are the names of a mixture's sources."""
     where = f"set {of_set}, " if of_set else ""
     source = f", of {names[int(batch['sources'][row])]}" if "sources" in batch else ""
     row_segments = segments(tokenizer, batch, row)
@@ -199,7 +199,7 @@ def describe_places(tokenizer: Tokenizer, batch: Batch, row: int) -> Iterator[st
 
 
 def report(figures: dict[str, Any], config: Config) -> Iterator[str]:
-    """Yield lines on the `statistics` of a split."""
+    """Yield lines that report the `statistics` of a split."""
     some = "" if figures["documents_read"] == figures["documents"] else f" ({figures['documents_read']:,} of them read)"
     sizes = figures["tokens_of_a_document"]
     yield (

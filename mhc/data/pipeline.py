@@ -124,7 +124,7 @@ class TrainIterator:
         return {**self._identity, **batches, "rows": self._rows, **places}
 
     def files(self) -> dict[str, dict[str, int]]:
-        """Return {source as the user named it: {file: bytes, unpacked}}, of those that are read as files."""
+        """Return {source as the user named it: {file: its bytes, unpacked}} for the sources that are read as files."""
         sources = [order.source for order in self._orders]
         return {source.label: source.file_sizes for source in sources if isinstance(source, TextFiles | TokenFiles)}
 
@@ -255,7 +255,7 @@ class ValidationBatches:
         return share_lost(self._source, self._tokenizer)
 
     def coverage(self, name: str = "") -> str:
-        """Return a line on how much of the set is read. Unless that is all of it, the rows are made for this."""
+        """Return a line that tells how much of the set is read; this makes the rows, unless all of it is."""
         subject = f"validation set {name}" if name else "validation"
         if not self._count:
             return f"{subject}: all of its {len(self._source):,} document(s)"
@@ -285,7 +285,7 @@ class ValidationBatches:
             self._kept = kept
 
     def _read(self) -> Iterator[Batch]:
-        """Yield the global batches of the set, and note what they touched."""
+        """Yield the global batches of the set, and note which documents they read."""
         count = len(self._pieces)
         sizes = self._source.sizes
         stream = RowStream(
@@ -362,7 +362,7 @@ def validation_batches(
     spread: bool = False,
     rows: Sequence[int] | None = None,
 ) -> ValidationBatches | TaskValidation:
-    """Return the validation sets joined to one, each after the other; the arguments are those of `validation_sets`."""
+    """Return all validation sets as one, each after the other; the arguments are those of `validation_sets`."""
     rows = range(batch_size) if rows is None else rows
     count = batches * batch_size if count is None else count
     task = open_task(data)

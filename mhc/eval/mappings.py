@@ -192,7 +192,7 @@ _CURVES: tuple[tuple[str, str, tuple[tuple[str, str], ...], str, bool], ...] = (
 
 
 def summary(maps: Mappings) -> dict[str, Any]:
-    """Return what mappings.json says of a checkpoint."""
+    """Return a checkpoint's entry for mappings.json."""
     probe = maps.probe
     peaks = {
         f"peak_{direction}_{extent}_gain": float(np.max(probe[f"gain/{direction}_{extent}_mean"]))

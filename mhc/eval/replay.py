@@ -1,12 +1,12 @@
-"""Replay a step of a run: what happened at step s, and would another configuration have done the same?
+"""Replay a step of a run, to see what happened at step s and whether another configuration would have done the same.
 
     python -m eval.replay RUN --step s [--from k] [--rows R] [--nan] [--config.GROUP.FIELD=VALUE …]
 
-Restores the last checkpoint before step s (without one: initialises from the run's seed), feeds the run's own batches
-to the same compiled step, and prints the loss, the gradient norm and the profile over sublayers of step s, with the
-batch's hash and documents. Without overrides the numbers are compared with those that the run logged: on the same kind
-of device they are equal bit for bit, and the exit code is 1 where they are not. On CPU the number of cores is part of
-the kind, since it decides how sums are split: the command takes no more cores than the run had.
+This restores the last checkpoint before step s (without one: initialises from the run's seed), feeds the run's own
+batches to the same compiled step, and prints the loss, the gradient norm and the profile over sublayers of step s, with
+the batch's hash and documents. Without overrides the numbers are compared with those that the run logged: on the same
+kind of device they are equal bit for bit, and the exit code is 1 where they are not. On CPU the number of cores is part
+of the kind, since it decides how sums are split: the command takes no more cores than the run had.
 
 With overrides that change the model or the state of the optimiser no checkpoint fits: the weights are then initialised
 afresh from the seed, and the run's batches are replayed from step 1, or from step k. Other overrides (a learning rate,
@@ -52,7 +52,7 @@ _LOGGED = ("loss", "grad_norm", "update_norm", "param_norm", "lr", "logit_max", 
 
 @dataclasses.dataclass(frozen=True)
 class Replay:
-    """Step ``step`` of a run, done again.
+    """Holds the results of step ``step`` of a run, done again.
 
     Attributes:
         step: which one.
@@ -257,7 +257,7 @@ def batches_left_out(events: Sequence[Mapping[str, Any]]) -> dict[int, int]:
 
 
 def standing(events: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Return the spikes and non-finite steps that no rewind undid."""
+    """Return the events of spikes and non-finite steps that no rewind undid."""
     out: list[Mapping[str, Any]] = []
     for event in events:
         if event["event"] == "rewind":
@@ -397,7 +397,7 @@ def _skip(data: Any, batches: int) -> None:
 def _forward(
     probes: Any, trainer: Any, state: Any, batch: Mapping[str, np.ndarray], rows: int | None, config: Config
 ) -> dict[str, np.ndarray]:
-    """Measures of the forward pass, one value a sublayer; those of attention stand at attention's sublayers alone."""
+    """Return measures of the forward pass, one value a sublayer; attention's own are given for its sublayers alone."""
     import jax
 
     take = config.monitor.probe_sequences if rows is None else rows or None
@@ -440,7 +440,7 @@ def _first_nan(trainer: Any, state: Any, batch: Any, completed: int) -> list[str
 def _differences(
     logged: Mapping[str, Any], scalars: Mapping[str, float], sublayers: np.ndarray
 ) -> dict[str, tuple[Any, Any]]:
-    """Return metrics whose logged and replayed values are not equal; NaN equals NaN."""
+    """Return the metrics whose logged and replayed values are not equal; NaN equals NaN."""
     pairs: dict[str, tuple[Any, Any]] = {name: (logged[name], scalars[name]) for name in _LOGGED if name in logged}
     if "grad_norm_by_sublayer" in logged:  # written with five digits
         rounded = [float(f"{x:.4e}") for x in np.asarray(sublayers, np.float64)]

@@ -7,7 +7,8 @@
 Each checkpoint is a line of ``RUN.scores.jsonl``, beside the run's folder, or of ``--out``: step, loss, perplexity and
 bits per byte as of `eval.perplexity`, and under ``tasks`` what `eval.harness` gives. A checkpoint that has its line
 with the same options is not scored again. A checkpoint that the run deletes while it is read (``checkpoint.keep``) is
-left out, in a line on stderr. The watcher ends with the run, or with ``--once`` when all there are have their line.
+left out, in a line on stderr. The watcher ends with the run, or with ``--once`` when every checkpoint that exists has
+its line.
 """
 
 from __future__ import annotations
@@ -205,7 +206,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _checked(options: argparse.Namespace, run: Folder) -> Path:
-    """Return the file for the scores. Raises UserError for it and for options that make no sense."""
+    """Return the file for the scores. Raises UserError for a file that cannot be written and for impossible options."""
     if options.limit is not None and options.limit < 1:
         raise UserError(f"--limit: given {options.limit}, allowed: 1 or more")
     if not options.every_seconds > 0:

@@ -1,4 +1,4 @@
-"""Run a grid of arms and tell where it stands: ``python -m mhc.grid run | status | retry | collect``."""
+"""Run a grid of arms and report its progress: ``python -m mhc.grid run | status | retry | collect``."""
 
 from __future__ import annotations
 

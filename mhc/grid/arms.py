@@ -42,7 +42,7 @@ _UNKNOWN: contextvars.ContextVar[list[str] | None] = contextvars.ContextVar("unk
 
 @contextlib.contextmanager
 def options_unknown() -> Iterator[list[str]]:
-    """Let options of residual kinds pass that nobody declares, and list them.
+    """Let options of residual kinds pass that no known kind declares, and list them.
 
     The base config may import the module that declares them.
     """
@@ -125,7 +125,7 @@ def branches(trunks: Arms, step: int, changes: Arms = ({},)) -> Arms:
 
 
 def source_of(fields: Arm) -> tuple[str, int] | None:
-    """Return (name, step) of the arm of the same grid that an arm branches from; None if it does not.
+    """Return (name, step) of the trunk that an arm of this grid branches from; None if it branches from none.
 
     Raises:
       UserError: a source begins with arm: and is not of that form.

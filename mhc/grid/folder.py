@@ -46,7 +46,7 @@ class Claim:
 
     @classmethod
     def take(cls, folder: Path) -> Claim | None:
-        """Return the claim on the arm in a folder, made if missing; None if another process has it."""
+        """Take the claim on the arm in a folder, made if missing; return None if another process has the claim."""
         folder.mkdir(parents=True, exist_ok=True)
         file = (folder / CLAIM).open("a")
         for path in (None, folder / ".lock"):  # .lock: a run that was started without a grid

@@ -26,7 +26,7 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 def train_command(workdir: Path, arm: str) -> list[str]:
-    """Return the command that trains an arm."""
+    """Return the command that trains an arm of a grid's folder."""
     return [sys.executable, "-m", "mhc.grid.child", str(workdir), arm]
 
 

@@ -1,6 +1,6 @@
 """Translate each family's config.json into groups of our config, and a Config into such a file.
 
-An absent option has the default of the family's own class.
+An option that config.json lacks has the default of the family's own class.
 """
 
 from __future__ import annotations

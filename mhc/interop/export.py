@@ -162,7 +162,7 @@ def model_file(config: Config) -> str:
 
 
 def _foreign(runner: type) -> list[str]:
-    """Return the global names of a runner's methods that model.py lacks, or has for something else."""
+    """Return the global names that a runner's methods use and that model.py lacks, or has for something else."""
     from mhc.residual import runner as numpy_form
 
     bases = {part.__name__: part for part in runner.__mro__}

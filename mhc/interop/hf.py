@@ -246,7 +246,7 @@ def by_path(tree: Any) -> dict[str, Any]:
 
 
 def leaf_reader(params: Params) -> Any:
-    """Return a function from a path to that parameter as a numpy array.
+    """Return a function that gives the parameter at a path as a numpy array.
 
     The last array is kept, since a plan asks for each many times in a row.
     """

@@ -1,4 +1,4 @@
-"""Read a config.json of somebody else option by option, and refuse the options that nobody asked for."""
+"""Read a foreign config.json option by option, and refuse the options that no reader asked for."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _MOST = 2**31 - 1  # the largest size
 
 
 class Options:
-    """Read the options of a config, or of a mapping inside of one (``under``).
+    """Reads the options of a config, or of a mapping inside of one (``under``).
 
     An absent option and a null one differ: an absent option has the default of the family's class, and null is a value,
     to which each call gives a meaning or which it refuses.
@@ -45,7 +45,7 @@ class Options:
         raise UserError(f"config.json of {self.family}: {self._under}{name}: given {given}, allowed: {allowed}")
 
     def take(self, *names: str, default: Any = None, null: Any = None) -> Any:
-        """Return the value of the first name that has one.
+        """Return the value of an option: that of the first of its names that has one.
 
         If all that are there are null it is ``null``, and if none is there it is ``default``.
         """
@@ -54,7 +54,7 @@ class Options:
         return next((value for value in there if value is not None), null if there else default)
 
     def _size(self, names: Sequence[str], default: Any, null: Any, kind: str) -> tuple[str, Any]:
-        """Return (name, value) of a number, as ``take`` does. Two names of one thing must not have different values."""
+        """Return (name, value) of a number, as ``take`` does. Two names of an option must not have different values."""
         value = self.take(*names, default=default, null=null)
         name = next((name for name in names if self._raw.get(name) is not None), names[0])
         if value is REFUSED:
@@ -67,41 +67,41 @@ class Options:
         return name, value
 
     def count(self, *names: str, default: int | None = None, null: Any = REFUSED, low: int = 1) -> int:
-        """Return a whole number from ``low``, under any of the names of one thing."""
+        """Return the value of an option, a whole number of at least ``low``, under any of the option's names."""
         kind = f"a whole number from {low}"
         name, value = self._size(names, default, null, kind)
         whole = isinstance(value, (int, float)) and not isinstance(value, bool) and low <= value <= _MOST
         return int(value) if whole and value == int(value) else self.refuse(name, value, kind)
 
     def number(self, *names: str, default: float | None = None, null: Any = REFUSED) -> float:
-        """Return a finite number, under any of the names of one thing."""
+        """Return the value of an option, a finite number, under any of the option's names."""
         name, value = self._size(names, default, null, "a number")
         finite = isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 1e300
         return float(value) if finite else self.refuse(name, value, "a number")
 
     def flag(self, name: str, default: bool) -> bool:
-        """Return True or False; null is False."""
+        """Return the value of an option, True or False; null is False."""
         value = self.take(name, default=default, null=False)
         return value if isinstance(value, bool) else self.refuse(name, value, "true or false")
 
     def only(self, name: str, wanted: Any, why: str, *, null: bool | None = None) -> None:
-        """Refuse every value but ``wanted``, which is also the value of an absent option.
+        """Refuse every value of an option but ``wanted``, which is also the value of an absent option.
 
         Args:
-          null: whether null counts as it; None: if ``wanted`` is false.
+          null: whether null counts as ``wanted``; None: it does if ``wanted`` is false.
         """
         value = self.take(name, default=wanted, null=wanted if (not wanted if null is None else null) else None)
         if value != wanted or isinstance(value, bool) != isinstance(wanted, bool):
             self.refuse(name, value, f"{wanted!r}: {why}")
 
     def choice(self, name: str, choices: Mapping[str, str], default: str) -> str:
-        """Return what the chosen one of ``choices`` stands for."""
+        """Return what the value of an option, one of ``choices``, stands for."""
         value = self.take(name, default=default)
         known = isinstance(value, str) and value in choices
         return choices[value] if known else self.refuse(name, value, " or ".join(choices))
 
     def mapping(self, name: str) -> Mapping[str, Any]:
-        """Return a mapping, empty where there is none, or null."""
+        """Return the value of an option, a mapping; it is empty for null or an absent option."""
         value = self.take(name, default={}, null={})
         return value if isinstance(value, Mapping) else self.refuse(name, value, "an object")
 

@@ -23,7 +23,7 @@ View = Callable[[np.ndarray], np.ndarray]
 
 
 class Part(NamedTuple):
-    """Says which piece of a tensor stands at a place in our parameters."""
+    """Says which piece of a tensor belongs at a place in our parameters."""
 
     path: str  # a/b/c
     at: Index  # along the leading axes; the other axes are whole
@@ -69,7 +69,7 @@ def _whole(w: np.ndarray) -> np.ndarray:
 
 
 def _linear(w: np.ndarray) -> np.ndarray:
-    """Return [out, in] as [in, out]."""
+    """Return the view of a matrix [out, in] as [in, out]."""
     return w.T
 
 

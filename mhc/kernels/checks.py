@@ -1,4 +1,4 @@
-"""Check what kernels, functions and modules are given, and say which dtype they compute in.
+"""Check the arguments of kernels, functions and modules, and choose the dtype that they compute in.
 
 The dtypes are those of jax's standard promotion, whatever ``jax_numpy_dtype_promotion`` is: code that promotes by
 ``strict`` may hold bfloat16 streams, whose maps are float32.
@@ -40,7 +40,7 @@ def check_sinkhorn(preset: str, iters: int = 1, eps: float = 0.0) -> None:
     """Refuse an unknown preset, fewer than one iteration, or an eps that no sum can be divided by.
 
     Raises:
-      ValueError: as said, with what is allowed.
+      ValueError: the argument is refused; the message says what is allowed.
     """
     if preset not in SINKHORN_PRESETS:
         near = did_you_mean(preset, SINKHORN_PRESETS) if isinstance(preset, str) else ""

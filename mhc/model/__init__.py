@@ -1,4 +1,4 @@
-"""Hold the decoder around the residual stream."""
+"""Define the decoder around the residual stream."""
 
 from __future__ import annotations
 

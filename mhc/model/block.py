@@ -51,7 +51,7 @@ feed-forward, but not between blocks."""
 
 
 class Seen(NamedTuple):
-    """Holds what a block leaves beside its carry."""
+    """Holds the outputs of a block beside its carry."""
 
     observed: tuple[dict[str, jax.Array], ...]  # what the observer returned, by sublayer
     router: dict[str, jax.Array]  # statistics of the experts; empty without experts
@@ -68,7 +68,7 @@ def build_topology(config: Config, key: PathKey) -> ResidualTopology:
 
 
 def laid_out(topology: ResidualTopology, state: State, shape: tuple[int, ...]) -> State:
-    """Return the state laid out over the mesh: a leaf whose last axis is D as the streams are, any other by its rows.
+    """Return the state laid out over the mesh: a leaf whose last axis is D like the streams, any other by its rows.
 
     Args:
       shape: (B, T, D) of the tokens.
@@ -124,7 +124,7 @@ class Block(nnx.Module):
         observe: Observer | None = None,
         edits: Edits | None = None,
     ) -> tuple[Carry, Seen]:
-        """Run whole rows through the block; return (what the next block gets, what this one leaves beside it)."""
+        """Run whole rows through the block; return (the carry for the next block, this block's other outputs)."""
         router: dict[str, jax.Array] = {}
         heads: list[jax.Array] = []
 
@@ -156,7 +156,7 @@ class Block(nnx.Module):
     def extend(
         self, carry: Carry, context: CacheContext, cache: Cache, topology: ResidualTopology
     ) -> tuple[Carry, Cache]:
-        """Run new tokens whose past is in the cache; return (what the next block gets, the cache with them)."""
+        """Run new tokens whose past is in the cache; return (the carry for the next block, the cache with them)."""
         kept = [cache]  # the sublayer puts its new cache here, since the carry alone is handed on
 
         def attention(u: jax.Array, memory: Memory) -> tuple[jax.Array, Memory]:

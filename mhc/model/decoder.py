@@ -124,7 +124,7 @@ class Decoder(nnx.Module):
         return self.embed.table[...] if self.config.head.tied else self.head.kernel[...]
 
     def embed_tokens(self, tokens: Int[Array, "B T"], positions: Int[Array, "B T"]) -> Float[Array, "B T D"]:
-        """Return what the topology's streams start from, in the compute dtype."""
+        """Return the embeddings that the topology's streams start from, in the compute dtype."""
         dtype = jnp.dtype(self.config.model.dtype)
         with jax.named_scope("embed"):
             x = self.embed(tokens, dtype)
@@ -168,7 +168,7 @@ class Decoder(nnx.Module):
         return Hidden(h, _by_depth(observed), seen[-1].router)
 
     def _begin(self, tokens: jax.Array, positions: jax.Array) -> Carry:
-        """Return what block 0 starts from."""
+        """Return the carry that block 0 starts from."""
         x = self.embed_tokens(tokens, positions)
         state = laid_out(self.residual, self.residual.expand(sharding.split_width(x)), x.shape)
         return Carry(state, memory.empty(self.config, *tokens.shape))
@@ -350,7 +350,7 @@ class Decoder(nnx.Module):
 
 
 def _by_depth(seen: tuple[dict[str, jax.Array], ...]) -> dict[str, jax.Array]:
-    """Join what was observed of attention and of feed-forward, each stacked over blocks, in depth order."""
+    """Join the observations of attention and of feed-forward, each stacked over blocks, in depth order."""
     joined: dict[str, jax.Array] = {}
     for name in dict.fromkeys(name for sublayer in seen for name in sublayer):
         values = [sublayer[name] for sublayer in seen if name in sublayer]

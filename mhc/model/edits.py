@@ -1,4 +1,4 @@
-"""Intervene in a forward pass: scale, shift or patch what heads, sublayers and the residual state give.
+"""Intervene in a forward pass: scale, shift or patch the outputs of heads and sublayers, and the residual state.
 
 Interventions are data: arrays over blocks that are scanned with the parameters. One compiled program therefore serves
 every ablation and every patch of a model. A pass without interventions has no trace of them.
@@ -44,7 +44,7 @@ class Edits(NamedTuple):
         return jax.tree.map(lambda leaf: leaf[first : first + count], self)
 
     def begin(self, carry: Carry, topology: ResidualTopology) -> Carry:
-        """Return what a block begins with, the residual's state and attention's memory, after the patch."""
+        """Return the residual state and attention's memory that a block begins with, after the patch."""
         where = self.state_patch
         if where is None:
             return carry

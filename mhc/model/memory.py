@@ -1,4 +1,4 @@
-"""Let attention of one block leave arrays to that of later blocks, beside the residual stream.
+"""Let the attention of one block leave arrays for the attention of later blocks, beside the residual stream.
 
 A *memory* is a dict of arrays that travels through depth with the residual's state; it is empty where no link asks for
 one. Its leaves follow the state rule of ``mhc.residual.protocol``: [B, T, ...], or a scalar. Every pass makes it anew,
@@ -47,7 +47,7 @@ class Link(nnx.Module):
 
 
 class Row(NamedTuple):
-    """Holds a row of ``LINKS``."""
+    """Describes a link: a row of ``LINKS``."""
 
     has: Callable[[Config], bool]
     """Says whether a model of this config has the link."""

@@ -1,4 +1,4 @@
-"""Run a mixture of experts: a router, dispatch that drops no token, shared experts, and what keeps loads even."""
+"""Run a mixture of experts: a router, dispatch that drops no token, shared experts, and load balancing."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def _dispatch(
     matrices: dict[str, jax.Array],
     first: int | jax.Array = 0,
 ) -> jax.Array:
-    """Return what the E' experts of ``matrices`` [E', ...], from number ``first`` on, add to the sum."""
+    """Return the part of the sum that the E' experts of ``matrices`` [E', ...], from number ``first`` on, add."""
     count, k = matrices["down"].shape[0], chosen.shape[-1]
     tokens = x.reshape(-1, x.shape[-1])
     expert = chosen.reshape(-1) - first  # [M k], M tokens

@@ -77,7 +77,7 @@ def matches(pattern: str, path: str) -> bool:
 
 
 def parameter(path: str) -> Parameter:
-    """Return what the parameter at ``path`` (a/b/c) is, or the one that the optimiser keeps a copy of there.
+    """Return the description of the parameter at ``path`` (a/b/c), or of the one whose copy the optimiser keeps there.
 
     Raises:
       ValueError: nothing covers the path.

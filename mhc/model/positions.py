@@ -1,4 +1,4 @@
-"""Tell the model positions: rotary frequencies with their scalings, sinusoids, and biases of attention's logits."""
+"""Encode positions: rotary frequencies with their scalings, sinusoids, and biases of attention's logits."""
 
 from __future__ import annotations
 

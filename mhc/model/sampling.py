@@ -119,5 +119,5 @@ def sample(logits: Float[Array, "B V"], keys: Key[Array, " B"], how: Sampling) -
 
 
 def token_keys(keys: Key[Array, " B"], positions: Int[Array, " B"]) -> Key[Array, " B"]:
-    """Return each row's key for the token at a position, so that an interrupted row goes on as if it had not been."""
+    """Return each row's key for the token at a position, so that an interrupted row continues with the same tokens."""
     return jax.vmap(jax.random.fold_in)(keys, positions)

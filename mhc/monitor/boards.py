@@ -1,4 +1,4 @@
-"""Write a run's curves for looking at: TensorBoard, and Weights & Biases. metrics.jsonl holds all of them."""
+"""Write a run's curves to TensorBoard and to Weights & Biases, for viewing; metrics.jsonl holds all of them."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class TensorBoardWriter:
 
     @contextlib.contextmanager
     def _trying(self) -> Iterator[None]:
-        """Warn once when a full disk stops the board; write nothing from then on."""
+        """Warn once if a full disk stops the block, and write nothing to the board from then on."""
         try:
             yield
         except OSError as error:

@@ -51,7 +51,7 @@ def rolling_zscore(
 
 
 class RollingZScore:
-    """Runs :func:`rolling_zscore` online: fed a series value by value, it returns exactly its z and flags.
+    """Runs :func:`rolling_zscore` online: fed a series value by value, it returns exactly the same z and flags.
 
     Args:
         past: values already seen (for example ``state`` of a saved detector, or the column of a metrics file);
@@ -121,7 +121,7 @@ def spike_score(
 
 
 def judged_score(series: ArrayLike, *, min_history: int = 100) -> float | None:
-    """Return the spike score of a series, None where too little history came before any of its values to judge one."""
+    """Return the spike score of a series; None if the series is too short for any value to have enough history."""
     score, flags = spike_score(series, min_history=min_history)
     finite = int(np.isfinite(_series(series)).sum())
     return score if finite > min_history or flags.any() else None
@@ -230,7 +230,7 @@ def _check_window(window: int, min_history: int, ddof: int) -> None:
 
 
 def _above(values: Floats, bound: Floats | float) -> Flags:
-    """Return values > bound, where NaN (no history) is False."""
+    """Return values > bound; a comparison with NaN (no history) is False."""
     with np.errstate(invalid="ignore"):
         return np.asarray(values > bound)
 

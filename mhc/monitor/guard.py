@@ -56,7 +56,7 @@ class ZClip(NamedTuple):
         return cls(jnp.zeros((), jnp.int32), jnp.zeros((), jnp.float32), jnp.zeros((), jnp.float32))
 
     def update(self, norm: jax.Array, guard: GuardConfig) -> tuple[jax.Array, ZClip]:
-        """Return (clipped norm, what follows) for one norm, by the rule of ``detectors.zclip``."""
+        """Return (clipped norm, the next state) for one norm, by the rule of ``detectors.zclip``."""
         threshold, alpha = guard.zclip_threshold, guard.zclip_alpha
         warming, number = self.seen < guard.zclip_warmup, self.seen.astype(jnp.float32)
         std = jnp.sqrt(self.variance)
@@ -152,10 +152,10 @@ CAUSES = (
 
 
 class ProbeWatch:
-    """Watches the probes' measures: which are past their threshold, and since which step.
+    """Tracks which of the probes' measures are past their threshold, and since which step.
 
     ``update`` takes a probe record and returns the monitors that crossed with it; ``active`` holds those past their
-    threshold at the last probe. Fed the records of an interrupted run, it stands where that run stood.
+    threshold at the last probe. Fed the records of an interrupted run, it has the state that it had in that run.
     """
 
     def __init__(self, guard: GuardConfig):
@@ -164,7 +164,7 @@ class ProbeWatch:
         self.active: dict[str, int] = {}
 
     def update(self, record: Mapping[str, Any]) -> dict[str, dict[str, float]]:
-        """Return {monitor: {value, threshold}} of those that crossed at this probe and had not before."""
+        """Return {monitor: {value, threshold}} for the monitors that crossed at this probe and had not before."""
         past: dict[str, dict[str, float]] = {}
         for name, (key, field) in MONITORS.items():
             values = _measured(record.get(key))
@@ -204,16 +204,16 @@ def cause(*, finite: bool, loss_flag: bool, grad_flag: bool, grad_flag_before: b
     3. ``attention_logit_growth``: the largest attention logit is.
     4. ``representation_collapse``: the representation's rank or the effective streams fell below half their median.
     5. ``gradient_explosion``: the gradient norm was flagged before the loss or with it, or the backward composite gain
-    is
-       past its threshold.
+       is past its threshold.
     6. ``loss_spike``: none of these.
 
     The measures of the stream come before the gradient's: a stream that explodes takes the gradient norm with it.
 
     Args:
-      finite: of loss and gradient norm. loss_flag, grad_flag: z-score flags of this step. grad_flag_before: the
-      gradient
-        norm was flagged at one of the steps just before. active: monitors past their threshold (``ProbeWatch.active``).
+      finite: whether loss and gradient norm are finite.
+      loss_flag, grad_flag: the z-score flags of this step.
+      grad_flag_before: whether the gradient norm was flagged at one of the steps just before.
+      active: the monitors past their threshold (``ProbeWatch.active``).
     """
     if not finite:
         return "nonfinite"

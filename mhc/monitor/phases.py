@@ -1,4 +1,4 @@
-"""Track what a run is doing and where its time goes: phases, what is compiled in them, and a watchdog over both."""
+"""Track what a run is doing and where its time goes, by phases and compilations, and watch for lack of progress."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Doing(NamedTuple):
 
     @property
     def words(self) -> str:
-        """Return it in words."""
+        """Return in words what the run is doing."""
         return f"compiling ({self.phase})" if self.compiling and self.phase != "start" else WORDS[self.phase]
 
 
@@ -97,7 +97,7 @@ class Phases:
         return Doing(self._phase, self._since, self._lowering or not self._known)
 
     def take(self) -> dict[str, Any]:
-        """Return where time went since the last call, in seconds, and what was compiled again.
+        """Return the seconds spent on each kind of work since the last call, and how many programs were compiled again.
 
         Keys: ``data_wait``, ``checkpoint_seconds``, ``validation_seconds``, ``probe_seconds``; ``compile_seconds`` of
         steps; ``recompilations``, the number of programs compiled in phases that had theirs before.
@@ -112,7 +112,7 @@ class Phases:
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
-        """Listen to what jax compiles."""
+        """Note within the block what jax compiles."""
 
         def heard(event: str, start_time: float, end_time: float, **kwargs: str | int) -> None:
             if not event.startswith(_COMPILING) or threading.get_ident() != self._thread:
@@ -134,7 +134,7 @@ class Phases:
 
 
 def _union(spans: Sequence[tuple[float, float]]) -> float:
-    """Return the seconds that some span covers: a function traced within another is in the other's span too."""
+    """Return the seconds that at least one span covers: a function traced within another is in the other's span too."""
     total, reached = 0.0, -float("inf")
     for start, end in sorted(spans):
         total += max(0.0, end - max(start, reached))
@@ -163,8 +163,9 @@ class Watchdog:
     A thread that holds the interpreter's lock and never lets go of it stops this one too.
 
     Args:
-      stalled: called, in the watchdog's thread, when nothing got on for ``watchdog.seconds``, or, while a program is
-        compiled, for ``watchdog.compile_seconds`` if that is longer. resumed: called when it did again.
+      stalled: called, in the watchdog's thread, when there was no progress for ``watchdog.seconds``, or, while a
+        program is compiled, for ``watchdog.compile_seconds`` if that is longer.
+      resumed: called when there is progress again.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Measures of the residual stream on a fixed batch, in one compiled forward pass apart from the train step."""
+"""Measure the residual stream on a fixed batch, in one compiled forward pass apart from the train step."""
 
 from __future__ import annotations
 
@@ -108,21 +108,18 @@ def measure(definition: DecoderDefinition, params: Params, batch: dict[str, Any]
     """Measure the residual stream on a batch: float32 arrays over sublayers [S], unless another shape is given.
 
     - gain/{forward,backward}_{single,composite}_{mean,max}: ``functional.single_gains`` and ``composite_gains``, over
-    tokens;
-      gain/worst_case_{mean,max}: max_i sum_j abs(H[i, j]).
+      tokens; gain/worst_case_{mean,max}: max_i sum_j abs(H[i, j]).
     - ds_error/{rows,columns}: largest abs(marginal - 1) of H_res.
     - mix/to_identity_{single,composite}, mix/to_uniform_{single,composite}: Frobenius distance of H_res, and of the
-    product
-      H_k ... H_0, to I and to J/N, over sqrt(N); mix/frozen: share of entries off the diagonal below 1e-6.
+      product H_k ... H_0, to I and to J/N, over sqrt(N); mix/frozen: share of entries off the diagonal below 1e-6.
     - residual/NAME: what the topology's connections measure themselves (``Connection.measures``), token mean.
     - maps/pre_mean, maps/post_mean [S, N]; stream/rms [S, N]; stream/effective: participation ratio of the streams'
-    Gram
-      matrix, 1 (all alike) to N (orthogonal and equal).
+      Gram matrix, 1 (all alike) to N (orthogonal and equal).
     - activation/{residual,sublayer_out}_rms; activation/attention_{logit_max,entropy} [L], entropy in nats.
     - representation/{rank,mean_cosine} [L]: of the collapsed stream after each block, over tokens.
 
-    A topology without maps of streams (``Connection.maps`` is None) has no gains, errors, distances and maps: they are
-    left out, since 1 would say something. Padding tokens count nowhere.
+    A topology without maps of streams (``Connection.maps`` is None) has no gains, errors, distances and maps. They are
+    left out, since a gain of 1 would be a claim. Padding tokens do not count.
     """
     decoder = definition.bind(params)
     tokens = _Tokens(batch["segment_ids"])

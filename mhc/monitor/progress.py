@@ -1,4 +1,4 @@
-"""Write the line that a user watches while a run trains, and durations in words."""
+"""Write the progress line of a run, and durations in words."""
 
 from __future__ import annotations
 
@@ -50,8 +50,9 @@ class Progress:
         self._validated: tuple[int, str] | None = None  # step and value, in words, of the last validation
 
     def write(self, record: Record) -> None:
-        """Take a step's metrics: ``step``, ``loss``, ``tokens_per_second``; ``val_loss`` and
-        ``val_bits_per_byte`` where it validated.
+        """Show a step's metrics.
+
+        They are ``step``, ``loss`` and ``tokens_per_second``; ``val_loss`` and ``val_bits_per_byte`` if it validated.
         """
         if not self._every:
             return

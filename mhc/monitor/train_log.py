@@ -1,4 +1,4 @@
-"""Keep train.log: what a run prints, line by line, with the time of each."""
+"""Keep train.log: the lines that a run prints, with the time of each."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _now() -> str:
 
 
 class TrainLog:
-    """Appends lines, each with its time (UTC), to a file; any thread may write. What there is no room for is left out.
+    """Appends lines, each with its time (UTC), to a file; any thread may write. Lines are lost while the disk is full.
 
     Args:
       path: the file. A torn last line, left by a crash, is ended first.
@@ -99,7 +99,7 @@ class TrainLog:
 
 
 class _Both:
-    """Writes to a text stream and to a log; everything else of it is the stream's own."""
+    """Writes to a text stream and to a log; all other attributes are the stream's own."""
 
     def __init__(self, stream: TextIO, log: TrainLog):
         self._stream, self._log = stream, log

@@ -1,4 +1,4 @@
-"""Define what a training loop reports to: a writer takes one record after another.
+"""Define the writers that a training loop reports to; a writer takes one record after another.
 
 A record (`mhc.files.Record`) of a step has the key ``step`` (completed updates).
 """

@@ -34,7 +34,7 @@ def promoted(**arrays: ArrayLike) -> tuple[jax.Array, ...]:
 
 
 def named(params: Mapping[str, ArrayLike], names: Iterable[str], function: str) -> dict[str, ArrayLike]:
-    """Return those of the parameters that a function takes.
+    """Return the parameters that a function takes, by their names.
 
     Raises:
       ValueError: one is missing.
@@ -48,7 +48,7 @@ def named(params: Mapping[str, ArrayLike], names: Iterable[str], function: str) 
 
 
 def check_count(name: str, count: object) -> None:
-    """Refuse what is no whole number of at least 1. Raises ValueError."""
+    """Raise ValueError for a value that is no whole number of at least 1."""
     if not is_whole(count) or int(count) < 1:  # type: ignore[call-overload]
         raise ValueError(f"{name} must be at least 1 and a whole number, got {count!r}")
 

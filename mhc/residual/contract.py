@@ -163,7 +163,7 @@ class _Contract:
             self.broken("`each`", f"must show every leaf but scalars once: {len(leaves)}, it shows {len(shown)}")
 
     def parameters(self, connection: Connection) -> None:
-        """Check that what a decoder stacks is declared as it is."""
+        """Check that the parameters which a decoder stacks are declared with their shapes and dtypes."""
         if not self.stacked:
             return
         declared = kinds.known()[self.kind].parameters
@@ -182,7 +182,7 @@ class _Contract:
                     self.broken(f"the parameter {name!r}", f"must be float32, got {value.dtype}")
 
     def same(self, part: str, before: State, after: State) -> None:
-        """Refuse a state that is not of the structure, shapes and dtypes that it had."""
+        """Refuse a state whose structure, shapes or dtypes have changed."""
         if str(jax.tree.structure(before)) != str(jax.tree.structure(after)):
             self.broken(part, f"must keep the state's structure {_words(before)}, got {_words(after)}")
         for (path, old), new in zip(jax.tree.leaves_with_path(before), jax.tree.leaves(after), strict=True):
@@ -192,7 +192,7 @@ class _Contract:
                 self.broken(part, f"must keep the {leaf} {_word(old)}, got {_word(new)}")
 
     def shaped(self, part: str, leaf: Any, axes: tuple[int, ...], dtype: Any) -> None:
-        """Refuse what is not an array of the tokens' axes and these, of this dtype (None: any)."""
+        """Refuse a value that is not an array of the tokens' axes and these, of this dtype (None: any)."""
         expected = (*self.tokens, *axes)
         if not hasattr(leaf, "shape") or leaf.shape != expected or (dtype is not None and leaf.dtype != dtype):
             words = f"{dtype}{list(expected)}" if dtype is not None else f"shape {list(expected)}"

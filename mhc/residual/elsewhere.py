@@ -1,4 +1,4 @@
-"""Turn errors of kinds from elsewhere into one line: whatever their code raises, it names the kind and the place."""
+"""Turn errors of kinds from elsewhere into one line that names the kind and the place, whatever their code raises."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ def is_elsewhere(kind: str) -> bool:
 
 
 def name_of(kind: str) -> str:
-    """Return what a message calls a kind: its name, and the module that registered it."""
+    """Return a kind's name for messages, with the module that registered it."""
     module = kinds.module_of(kind)
     return f"residual kind {kind!r}" + (f" of module {module}" if module else "")
 
 
 @contextlib.contextmanager
 def blamed(kind: str, part: str) -> Iterator[None]:
-    """Raise what the code of a kind from elsewhere raises as a KindError; what a kind of ours raises passes.
+    """Turn errors of the code of a kind from elsewhere into a KindError; errors of this project's kinds pass unchanged.
 
     Args:
       kind: its name. part: what runs, for the message: "its builder", "`read`".

@@ -9,7 +9,7 @@ One sublayer F with its maps is
 
     x'_i = sum_j res[i, j] x_j + post[i] F(sum_j pre[j] x_j)
 
-``res[i, j]`` is the weight of input stream j in output stream i, for every topology and whatever a peer stores.
+``res[i, j]`` is the weight of input stream j in output stream i for every topology, whatever other projects store.
 
 These are the reference: short, differentiable in both modes, exact. The training path uses ``mhc.kernels``, which is
 tested against them.
@@ -151,20 +151,27 @@ def mhc_maps(
     rms_eps: float = 1e-6,
     map_eps: float = 1e-6,
     sinkhorn_eps: float = 1e-6,
+    s: int = 2,
+    gamma: ArrayLike | None = None,
 ) -> Maps:
     """Compute the maps of manifold-constrained Hyper-Connections (arXiv:2512.24880) and its relatives.
 
     m = vec(x) rsqrt(mean(vec(x)^2) + rms_eps) with one statistic over all N*D; logits = alpha_k (m phi)_k + b_k in the
     order pre, post, res; pre = sigmoid(.) (+ map_eps under ``deepseek``), post = 2 sigmoid(.), res = the kind's
     projection of the res logits: Sinkhorn (``mhc``), a softmax over permutation matrices (``mhc_lite``,
-    arXiv:2601.05732), a Kronecker product of 2x2 matrices (``kromhc``, arXiv:2601.21579), or the identity.
+    arXiv:2601.05732), a Kronecker product of 2x2 matrices (``kromhc``, arXiv:2601.21579), the identity, or what the
+    kind's file in ``mhc.residual.mixing`` says.
 
     Args:
       x: streams [..., N, D].
-      params: phi [N*D, 2N+R] (rows stream-major), alpha [3], bias [2N+R].
-      kind: ``mhc``, ``mhc_lite``, ``kromhc`` or ``identity``.
+      params: phi [N*D, 2N+R] (rows stream-major), alpha [3], bias [2N+R]. ``tbp_mhc`` may add delta [], which mixes the
+        uniform map in; ``shc`` adds gamma [2], and its alpha is [5].
+      kind: ``mhc`` or one of its relatives: a kind with residual logits.
       preset, iters, sinkhorn_eps: see ``sinkhorn``; ``preset`` also decides whether map_eps is added to pre.
       rms_eps: inside the square root. map_eps: added to pre under ``deepseek``.
+      s: of ``go_mhc``: the rows and columns of Q that make one of H_res.
+      gamma: of ``circulant``, which needs it: the share of what is not the identity, from 0 to 1. Of ``shc``: the two
+        factors, where params lacks them.
 
     Returns:
       Maps, float32 or wider.
@@ -172,18 +179,25 @@ def mhc_maps(
     Raises:
       ValueError: unknown kind or preset, an N the kind does not have, or misshapen parameters.
     """
-    x, phi, alpha, bias = promoted(x=x, **named(params, ("phi", "alpha", "bias"), "mhc_maps"))
+    own = mixing_of(kind, minorize="delta" in params).own()
+    if gamma is not None and "gamma" in own:
+        params = {"gamma": gamma, **params}
+    given = named(params, ("phi", "alpha", "bias", *own), "mhc_maps")
+    x, phi, alpha, bias, *values = promoted(x=x, **given)
     n, d = check_streams("x", x)
-    r = residual_logits(kind, n)
-    check_axes(f"phi of {kind} with N={n}, D={d}", phi, ("N*D", n * d), ("2N+R", 2 * n + r), leading=False)
-    return maps_from_logits(
-        mhc_logits(normed_projection(x, phi, rms_eps=rms_eps), alpha, bias, n),
-        kind=kind,
-        preset=preset,
-        iters=iters,
-        map_eps=map_eps,
-        sinkhorn_eps=sinkhorn_eps,
+    mixing = mixing_of(
+        kind,
+        **{"sinkhorn": preset, "iters": iters, "sinkhorn_eps": sinkhorn_eps},
+        **{"s": s, "gamma": None if "gamma" in own else gamma, "minorize": "delta" in params},
     )
+    mixing.check(n)
+    for (name, start), value in zip(own.items(), values, strict=True):
+        check_axes(f"{name} of {kind}", value, *((name, size) for size in start.shape), leading=False)
+    mixing = mixing.with_own(dict(zip(own, values, strict=True)))
+    columns = ("2N+R", 2 * n + mixing.logits(n))
+    check_axes(f"phi of {kind} with N={n}, D={d}", phi, ("N*D", n * d), columns, leading=False)
+    logits = mhc_logits(normed_projection(x, phi, rms_eps=rms_eps), alpha, bias, n, gates=mixing.gates(n))
+    return _maps_of(mixing, logits, n, preset, map_eps)
 
 
 def normed_projection(x: ArrayLike, phi: ArrayLike, *, rms_eps: float = 1e-6) -> jax.Array:
@@ -198,26 +212,43 @@ def normed_projection(x: ArrayLike, phi: ArrayLike, *, rms_eps: float = 1e-6) ->
     return jnp.einsum("...nd,ndr->...r", x, phi.reshape(n, d, -1)) * scale[..., None]
 
 
-def mhc_logits(raw: ArrayLike, alpha: ArrayLike, bias: ArrayLike, n: int) -> jax.Array:
-    """Return alpha_k raw_k + b_k: raw [..., 2N+R], alpha [3], bias [2N+R] -> logits [..., 2N+R]."""
+def mhc_logits(
+    raw: ArrayLike, alpha: ArrayLike, bias: ArrayLike, n: int, *, gates: tuple[int, ...] | None = None
+) -> jax.Array:
+    """Return alpha_k raw_k + b_k: raw [..., 2N+R], alpha [3], bias [2N+R] -> logits [..., 2N+R].
+
+    Args:
+      gates: how many residual logits share each gate after the first two (``Mixing.gates``); None: all share one.
+    """
     raw, alpha, bias = promoted(raw=raw, alpha=alpha, bias=bias)
-    check_axes("alpha", alpha, ("gates", 3), leading=False)
+    check_axes("alpha", alpha, ("gates", 3 if gates is None else 2 + len(gates)), leading=False)
     if not raw.ndim:
         raise ValueError("raw must be [..., 2N+R], got shape ()")
     check_axes("bias", bias, ("2N+R", raw.shape[-1]), leading=False)
     width = raw.shape[-1]
-    gates = jnp.repeat(alpha, jnp.array([n, n, width - 2 * n]), total_repeat_length=width)
-    return raw * jax.lax.broadcast_to_rank(gates, raw.ndim) + jax.lax.broadcast_to_rank(bias, raw.ndim)
+    sizes = jnp.array([n, n, *((width - 2 * n,) if gates is None else gates)])
+    scale = jnp.repeat(alpha, sizes, total_repeat_length=width)
+    return raw * jax.lax.broadcast_to_rank(scale, raw.ndim) + jax.lax.broadcast_to_rank(bias, raw.ndim)
 
 
 def maps_from_logits(
     logits: ArrayLike, *, kind: str, preset: str, iters: int, map_eps: float, sinkhorn_eps: float
 ) -> Maps:
-    """Return the kind's maps from its logits [..., 2N+R]; see ``mhc_maps``."""
-    check_sinkhorn(preset)
+    """Return the kind's maps from its logits [..., 2N+R], under the defaults of its own options; see ``mhc_maps``.
+
+    Raises:
+      ValueError: an unknown preset, a number of logits that no N has, or a kind with parameters of its own.
+    """
     mixing = mixing_of(kind, sinkhorn=preset, iters=iters, sinkhorn_eps=sinkhorn_eps)
+    if mixing.own():
+        raise ValueError(f"{kind} needs the parameters {', '.join(mixing.own())} beside its logits: mhc_maps")
     (logits,) = promoted(logits=logits)
-    n = streams_of(mixing, logits.shape[-1] if logits.ndim else 0)
+    return _maps_of(mixing, logits, streams_of(mixing, logits.shape[-1] if logits.ndim else 0), preset, map_eps)
+
+
+def _maps_of(mixing: Mixing, logits: jax.Array, n: int, preset: str, map_eps: float) -> Maps:
+    """Return the maps of logits [..., 2N+R] that a mixing makes."""
+    check_sinkhorn(preset)
     pre, post, res = logits[..., :n], logits[..., n : 2 * n], logits[..., 2 * n :]
     pre = jax.nn.sigmoid(pre) + (map_eps if preset == "deepseek" else 0.0)
     return Maps(pre, 2.0 * jax.nn.sigmoid(post), mixing.reference(res, n))
@@ -278,8 +309,9 @@ def collapse_head(
 
 
 def single_gains(res: ArrayLike) -> Gains:
-    """Return the gains of each map alone, [..., N, N] -> [...]: max_i |sum_j H[i, j]| forward, max_j |sum_i H[i, j]|
-    backward."""
+    """Return the gains of each map alone, [..., N, N] -> [...].
+
+    The forward gain is max_i |sum_j H[i, j]|, the backward gain max_j |sum_i H[i, j]|."""
     (res,) = promoted(res=res)
     check_square("res", res.shape)
     return Gains(jnp.max(jnp.abs(jnp.sum(res, -1)), -1), jnp.max(jnp.abs(jnp.sum(res, -2)), -1))

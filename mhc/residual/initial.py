@@ -12,8 +12,10 @@ preset         phi                       alpha  bias of pre        bias of post 
 ``v4``         normal, std 0.02          1      0                  0                 0
 =============  ========================  =====  =================  ================  ================================
 
-A bias of zeros with a phi of zeros is none of them: every stream then gets the same, so that the streams stay equal for
-ever and N of them cost what they do for nothing.
+Relatives whose logits have no such gap say in ``Mixing.start`` what ``home`` and ``equivalent`` begin with.
+
+No preset has zeros for both bias and phi: a sublayer would add the same to every stream, the streams would stay equal
+for ever, and N of them would compute what one does.
 """
 
 from __future__ import annotations
@@ -77,29 +79,35 @@ def mhc_params(
     alpha: float | None = None,
     res_gap: float = 4.0,
 ) -> dict[str, jax.Array]:
-    """Return initial parameters of ``mhc_maps``: phi [N*D, 2N+R], alpha [3], bias [2N+R].
+    """Return initial parameters of ``mhc_maps``: phi [N*D, 2N+R], alpha [3], bias [2N+R], and what the kind adds.
 
     Args:
-      kind: ``mhc``, ``mhc_lite``, ``kromhc`` or ``identity``, or the ``Mixing`` of another kind.
+      kind: a relative of mhc by its name, or a ``Mixing``, for options other than the defaults.
       init: one of ``PRESETS``; the table above says what each is.
-      key: for phi; presets whose phi is zero need none (``draws``).
-      alpha: the three gates; None: the preset's. res_gap: see the table.
+      key: for phi and for random logits; where neither is random, none is needed (``draws``).
+      alpha: the gates; None: the preset's. res_gap: see the table.
 
     Raises:
-      ValueError: an unknown kind or preset, an N that the kind does not have, or no key where phi is random.
+      ValueError: an unknown kind or preset, a preset or an N that the kind does not have, or no key where one is
+        needed.
     """
     check_count("n", n)
     mixing = mixing_of(kind) if isinstance(kind, str) else kind
     return {
         "phi": mhc_phi(n, width, mixing.logits(n), init=init, key=key),
-        "alpha": mhc_alpha(init=init, alpha=alpha),
-        "bias": mhc_bias(n, kind=mixing, init=init, k=k, res_gap=res_gap),
+        "alpha": mhc_alpha(init=init, alpha=alpha, gates=2 + len(mixing.gates(n))),
+        "bias": mhc_bias(n, kind=mixing, init=init, k=k, res_gap=res_gap, key=key),
+        **mixing.own(),
     }
 
 
-def draws(init: str) -> bool:
-    """Return whether the phi of a preset is random. Raises ValueError for an unknown preset."""
-    return _checked(init) != "home"
+def draws(init: str, mixing: Mixing | None = None) -> bool:
+    """Return whether a preset needs a key: for phi or, of a given mixing, for the residual logits.
+
+    Raises:
+      ValueError: an unknown preset.
+    """
+    return _checked(init) != "home" or (mixing is not None and mixing.draws)
 
 
 def mhc_phi(n: int, width: int, logits: int, *, init: str = "home", key: jax.Array | None = None) -> jax.Array:
@@ -119,24 +127,38 @@ def mhc_phi(n: int, width: int, logits: int, *, init: str = "home", key: jax.Arr
     return (std * jax.random.normal(key, shape, jnp.float32)).reshape(n * width, shape[-1])
 
 
-def mhc_alpha(*, init: str = "home", alpha: float | None = None) -> jax.Array:
-    """Return the gates [3] of a preset, or three times ``alpha``. Raises ValueError for an unknown preset."""
-    return jnp.full((3,), _ALPHA[_checked(init)] if alpha is None else alpha, jnp.float32)
+def mhc_alpha(*, init: str = "home", alpha: float | None = None, gates: int = 3) -> jax.Array:
+    """Return the gates of a preset, or ``alpha`` for each of them. Raises ValueError for an unknown preset."""
+    return jnp.full((gates,), _ALPHA[_checked(init)] if alpha is None else alpha, jnp.float32)
 
 
 def mhc_bias(
-    n: int, *, kind: str | Mixing = "mhc", init: str = "home", k: int | jax.Array = 0, res_gap: float = 4.0
+    n: int,
+    *,
+    kind: str | Mixing = "mhc",
+    init: str = "home",
+    k: int | jax.Array = 0,
+    res_gap: float = 4.0,
+    key: jax.Array | None = None,
 ) -> jax.Array:
     """Return the bias [2N+R] of a preset: of pre, post, then the residual logits.
 
     Raises:
-      ValueError: an unknown kind or preset, or an N that the kind does not have.
+      ValueError: an unknown kind or preset, a preset or an N that the kind does not have, or no key where the residual
+        logits are random.
     """
     check_count("n", n)
     mixing = mixing_of(kind) if isinstance(kind, str) else kind
     if _checked(init) in ("fanin", "v4"):
+        if not mixing.from_zero:
+            words = f"init={init!r} starts from residual logits of zero, where {type(mixing).__name__} does not learn"
+            raise ValueError(f"{words}; allowed: home, equivalent")
         return jnp.zeros((2 * n + mixing.logits(n),), jnp.float32)
-    res = mixing.initial(n, 8.0 if init == "home" else res_gap)
+    if mixing.draws:
+        if key is None:
+            raise ValueError(f"{type(mixing).__name__} draws its residual logits at random and needs a key")
+        key = jax.random.fold_in(key, 1)  # apart from phi, which takes the key itself
+    res = mixing.start(n, init=init, gap=res_gap, key=key)
     if init == "home":
         at_home = 2.0 * jax.nn.one_hot(k % n, n, dtype=jnp.float32) - 1.0
         return jnp.concatenate([at_home, at_home, res])

@@ -1,4 +1,4 @@
-"""Refuse or warn of a HyperConnection within Flax Linen whose parameters would not be the model's.
+"""Refuse, or warn of, a HyperConnection within Flax Linen whose parameters the model would not train.
 
 A Linen module owns what it gets by ``self.param``. An nnx module that one of its methods makes is made anew at every
 call, with parameters that no optimiser sees: the model runs and its connections do not train.
@@ -21,7 +21,7 @@ def refuse_within(class_name: str, arguments: str) -> None:
       class_name: of the nnx module. arguments: what it is made of, for the message.
 
     Raises:
-      RuntimeError: as said, with the line that works.
+      RuntimeError: the module is made in such a method; the message has the line that works.
     """
     module = _linen_module()
     if module is not None:
@@ -35,7 +35,7 @@ def refuse_within(class_name: str, arguments: str) -> None:
 def warn_of_constants(module: nnx.Module, state: Any) -> None:
     """Warn where a Linen module computes with an nnx module whose parameters are constants, while its input is traced.
 
-    So it is when the nnx module was made elsewhere and is an attribute of the Linen module.
+    This happens if the nnx module was made elsewhere and is an attribute of the Linen module.
     """
     owner = _linen_module()
     if owner is None or not any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(state)):

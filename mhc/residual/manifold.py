@@ -24,20 +24,24 @@ from mhc.rng import PathKey, path_key
 class ManifoldMaps(StreamConnection):
     """Computes maps from the normalised streams of a token: sigmoid reads and writes, and the topology's mixing.
 
-    Parameters, float32: phi [N, D, 2N+R], alpha [3], bias [2N+R]; the order is pre, post, res.
+    Parameters, float32: phi [N, D, 2N+R], alpha [3], bias [2N+R]; the order is pre, post, res. A mixing may have
+    several gates alpha of its logits, and parameters of its own.
     """
 
     def __init__(self, topology: ManifoldHyperConnections, k: int | jax.Array, *, rngs: nnx.Rngs | PathKey):
         t = topology
         self.n, self.mixing, self.preset = t.n, t.mixing, t.preset
         self.rms_eps, self.map_eps = t.rms_eps, t.map_eps
-        key = (path_key(rngs) / "phi").key if initial.draws(t.init) else None
+        key = (path_key(rngs) / "phi").key if initial.draws(t.init, t.mixing) else None
         start = initial.mhc_params(
             t.n, t.width, kind=t.mixing, init=t.init, k=k, key=key, alpha=t.alpha, res_gap=t.res_gap
         )
         self.phi = nnx.Param(start["phi"].reshape(t.n, t.width, -1))
         self.alpha = nnx.Param(start["alpha"])
         self.bias = nnx.Param(start["bias"])
+        self.own = tuple(t.mixing.own())
+        for name in self.own:
+            setattr(self, name, nnx.Param(start[name]))
 
     def token_maps(self, x: jax.Array) -> TokenMaps:
         n = self.n
@@ -45,10 +49,12 @@ class ManifoldMaps(StreamConnection):
             raw=kernels.project(x, self.phi[...], self.rms_eps), alpha=self.alpha[...], bias=self.bias[...]
         )
         tokens = (1,) * (raw.ndim - 1)
-        gates = jnp.repeat(alpha, jnp.array([n, n, raw.shape[0] - 2 * n]), total_repeat_length=raw.shape[0])
+        sizes = jnp.array([n, n, *self.mixing.gates(n)])
+        gates = jnp.repeat(alpha, sizes, total_repeat_length=raw.shape[0])
         logits = raw * gates.reshape(-1, *tokens) + bias.reshape(-1, *tokens)
         pre = jax.nn.sigmoid(logits[:n]) + (self.map_eps if self.preset == "deepseek" else 0.0)
-        return TokenMaps(pre, 2.0 * jax.nn.sigmoid(logits[n : 2 * n]), self.mixing(logits[2 * n :], n))
+        mixing = self.mixing.with_own({name: getattr(self, name)[...] for name in self.own})
+        return TokenMaps(pre, 2.0 * jax.nn.sigmoid(logits[n : 2 * n]), mixing(logits[2 * n :], n))
 
 
 def reordered(params: Mapping[str, jax.Array], order: np.ndarray) -> dict[str, jax.Array]:
@@ -95,6 +101,7 @@ class ManifoldHyperConnections(StreamTopology):
         check_sinkhorn(sinkhorn)
         super().__init__(width, 4 if n is None else n, collapse or "mean", rms_eps=rms_eps, map_eps=map_eps, rngs=rngs)
         self.mixing = configured(mixing, {"sinkhorn": sinkhorn, "sublayers": sublayers, **of_mixing})
+        self.mixing.check(self.n)
         self.init, self.alpha, self.res_gap, self.preset = init or "home", alpha, res_gap, sinkhorn
         self.rms_eps, self.map_eps = rms_eps, map_eps
 
@@ -105,4 +112,4 @@ class ManifoldHyperConnections(StreamTopology):
         return self.maps_class(self, k, rngs=rngs)
 
     def map_multiplies(self) -> int:
-        return self.n * self.width * (2 * self.n + self.mixing.logits(self.n))
+        return self.n * self.width * (2 * self.n + self.mixing.logits(self.n)) + self.mixing.multiplies(self.n)

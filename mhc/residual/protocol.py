@@ -1,6 +1,6 @@
-"""Define what a residual topology is to a decoder, and how one is built.
+"""Define the protocol between a residual topology and a decoder, and build topologies.
 
-A decoder does, and knows no more than this:
+A decoder does this, and knows no more:
 
     state = topology.expand(h)                     h [..., D], once before block 0
     u, context = connection.read(state)            u [..., D] goes to the sublayer
@@ -9,8 +9,8 @@ A decoder does, and knows no more than this:
 
 ``state`` is a pytree that only the topology understands: streams, or streams and more. Its structure, shapes and dtypes
 stay the same from sublayer to sublayer, since it is the carry of a scan over depth. **The state rule**: the first axes
-of every leaf are the tokens' (``...`` above), or the leaf is a scalar. A topology that keeps a leaf otherwise says in
-``each`` how it is seen tokens first.
+of every leaf are the tokens' (``...`` above), or the leaf is a scalar. A topology that keeps a leaf otherwise shows it
+in ``each`` with the tokens first.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class Connection(nnx.Module):
         raise NotImplementedError
 
     def measures(self, context: Context) -> dict[str, jax.Array]:
-        """Return what else is worth a probe, per token: {name: float [...]}; the probes log its mean over tokens.
+        """Return further measures for the probes, per token: {name: float [...]}; probes log their means over tokens.
 
         The names are the same for every sublayer.
         """
@@ -226,7 +226,7 @@ def builder(kind: str) -> Builder:
 
 
 def _taken(builder: Builder, kind: Kind) -> tuple[str, ...]:
-    """Return what a builder takes of ``_GIVEN`` and the kind's options.
+    """Return which of ``_GIVEN`` and of the kind's options a builder takes.
 
     A module class hides its signature behind its metaclass: only ``__init__`` tells.
     """

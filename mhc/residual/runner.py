@@ -34,7 +34,7 @@ class Runner:
         raise NotImplementedError
 
     def read(self, state, name, k):
-        """Return (the input u [B, T, D] of sublayer k, what ``write`` needs); ``name``: of its connection."""
+        """Return (the input u [B, T, D] of sublayer k, what ``write`` needs); ``name`` is that of the connection."""
         raise NotImplementedError
 
     def write(self, state, y, context):
@@ -82,10 +82,18 @@ class ManifoldRunner(StreamRunner):
         flat = x.reshape(*x.shape[:2], -1)
         m = flat / np.sqrt((flat * flat).mean(-1, keepdims=True) + self.r["rms_eps"])
         phi, bias = self.w(f"{name}.phi"), self.w(f"{name}.bias")
-        alpha = np.repeat(self.w(f"{name}.alpha"), [n, n, len(bias) - 2 * n])
+        alpha = np.repeat(self.w(f"{name}.alpha"), [n, n, *self.gates(n, len(bias) - 2 * n)])
         pre, post, res = np.split(m @ phi.reshape(flat.shape[-1], -1) * alpha + bias, [n, 2 * n], axis=-1)
         pre = sigmoid(pre) + (self.r["map_eps"] if self.r["sinkhorn"] == "deepseek" else 0.0)
-        return pre, 2.0 * sigmoid(post), self.mixing(res, n)
+        return pre, 2.0 * sigmoid(post), self.mixing_of(name, res, n)
+
+    def gates(self, n, logits):
+        """Return how many of the residual logits share each gate after those of pre and post."""
+        return [logits]
+
+    def mixing_of(self, name, logits, n):
+        """Return H_res [..., N, N] of the connection ``name``; a mixing with parameters of its own reads them here."""
+        return self.mixing(logits, n)
 
     def mixing(self, logits, n):
         """Return H_res [..., N, N] of residual logits [..., R]."""

@@ -98,11 +98,11 @@ class HyperConnection(Connection):
         return self.connection.maps(context)
 
     def _place(self, method: str) -> str:
-        """Return what a message begins with: the connection and the method."""
+        """Return the beginning of a message: the connection and the method."""
         return f"HyperConnection(width={self.width}, kind={self.kind!r}).{method}"
 
     def _check_tokens(self, method: str, name: str, array: Any, lead: tuple[int, ...] | None = None) -> None:
-        """Refuse what is not [..., D] of floating point, or [*lead, D]. Raises TypeError or ValueError."""
+        """Refuse an array that is not [..., D], or [*lead, D], of floating point. Raises TypeError or ValueError."""
         check_float(f"{self._place(method)}: {name}", array)
         expected = (*(array.shape[:-1] if lead is None else lead), self.width)
         if array.ndim == 0 or array.shape != expected:
@@ -143,7 +143,7 @@ class HyperConnection(Connection):
 
 
 def _check_number(k: int | jax.Array, sublayers: int | None) -> None:
-    """Refuse what is no number of a sublayer. Raises ValueError."""
+    """Raise ValueError for a value that is no number of a sublayer."""
     if isinstance(k, jax.Array):
         good = k.ndim == 0 and jnp.issubdtype(k.dtype, jnp.integer)
         given = _described(k)

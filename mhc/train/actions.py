@@ -74,11 +74,11 @@ def _describe(run: Opened, pending: Pending) -> dict[str, Any]:
 def _rewind(run: Opened, alarm: Alarm) -> bool:
     """Go back to the last checkpoint at least ``rewind_steps`` before the alarm, and leave out ``skip_batches``.
 
-    Where no checkpoint is old enough the run begins anew from its seed. A second rewind to the same step leaves out as
-    many batches more: those after the first ones led to an alarm too.
+    If no checkpoint is old enough, the run begins anew from its seed. A second rewind to the same step leaves out as
+    many batches more, since those after the first ones led to an alarm too.
 
     Returns:
-      Whether it went back; False when the rewinds are used up.
+      Whether the run went back; False if the rewinds are used up.
     """
     guard = run.setup.config.guard
     if run.standing.rewinds >= guard.max_rewinds:

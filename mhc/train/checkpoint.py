@@ -80,7 +80,7 @@ class Checkpoints:
                 raise
 
     def left(self, failed: int | None = None) -> str:
-        """Return where a run goes on that has to end now, in words; ``failed``: a step whose save did not succeed."""
+        """Return in words where a run that must end now will go on from; ``failed``: a step that was not saved."""
         steps = [step for step in committed_steps(self._workdir) if step != failed]
         last = f"the last good checkpoint is {steps[-1]}" if steps else "there is no good checkpoint"
         return f"{last}; with room again the same command goes on from there"
@@ -104,7 +104,7 @@ class Checkpoints:
             self._manager.save(standing.step, args=args, force=True)
 
     def restore(self, step: int, abstract: TrainState, layout: TrainState) -> tuple[TrainState, Standing]:
-        """Return the state of a step in its layout, and where the run stood.
+        """Return the state of a step in its layout, and the `Standing` of the run then.
 
         Args:
           abstract: shapes and dtypes of the state.
@@ -124,7 +124,7 @@ class Checkpoints:
             return TrainState(**restored["state"]), Standing.from_json(step, restored["host"])
 
     def standing(self, step: int) -> Standing:
-        """Return where the run stood at a step. Raises UserError where the checkpoint is damaged."""
+        """Return the `Standing` of the run at a step. Raises UserError if the checkpoint is damaged."""
         return _standing(self._manager, self._workdir, step)
 
     def wait(self) -> None:
@@ -200,7 +200,7 @@ def _reading(run: Folder, step: int, part: str) -> Iterator[None]:
 
 
 def _why(error: BaseException) -> str:
-    """Return in few words why reading failed, by an error and those that led to it."""
+    """Return in a few words why reading failed, from an error and those that led to it."""
     texts = []
     chain: BaseException | None = error
     while chain is not None:
@@ -303,7 +303,7 @@ def restore_parts(run: Folder, step: int, abstract: dict[str, Any], layout: dict
 
 
 def standing_of(run: Folder, step: int) -> Standing:
-    """Return where a run stood at a checkpoint. Raises UserError where the checkpoint is damaged."""
+    """Return the `Standing` of a run at a checkpoint. Raises UserError if the checkpoint is damaged."""
     with ocp.CheckpointManager(_folder(run), item_names=ITEMS) as manager:
         return _standing(manager, run, step)
 

@@ -34,7 +34,7 @@ def stored(place: Folder) -> Files:
 
 
 def changes(before: Files, after: Files) -> str:
-    """Return what became of the files of a corpus, in words, the first few of them; ``""`` where nothing is known."""
+    """Return in words what changed in the files of a corpus, for the first few of them; ``""`` if that is not known."""
     lines = [line for source in before if source in after for line in _changes(before[source], after[source])]
     more = len(lines) - _MOST
     return ", ".join(lines[:_MOST]) + (f" and {more} more" if more > 0 else "")

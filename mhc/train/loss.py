@@ -39,7 +39,7 @@ class LossSums(NamedTuple):
 
 
 class _Options(NamedTuple):
-    """Holds what the loss of a chunk depends on beside arrays."""
+    """Holds the settings that the loss of a chunk depends on beside arrays."""
 
     tied: bool  # the weight is [V, D], not [D, V]
     softcap: float | None
@@ -85,7 +85,7 @@ def _chunks(chunk: int, *arrays: jax.Array) -> tuple[jax.Array, ...]:
 
 
 def _whole(options: _Options, h: jax.Array, weight: jax.Array) -> jax.Array:
-    """Return the weight that chunks multiply with: whole, and in the dtype of ``h``, in which devices exchange it."""
+    """Return the weight that chunks multiply by, gathered whole: devices exchange it in the dtype of ``h``."""
     weight = weight.astype(h.dtype)
     return jax.lax.all_gather(weight, "fsdp", axis=int(options.tied), tiled=True) if options.split else weight
 

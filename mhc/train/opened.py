@@ -1,4 +1,4 @@
-"""Hold an opened run: its programs and files, its state, and what is done with them at a step."""
+"""Hold an opened run: its programs, files and state, with the operations that a step needs."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ class Opened:
 
     @property
     def seconds(self) -> float:
-        """Return the seconds of training so far, in all processes that took the run on."""
+        """Return the seconds of training so far, in all processes that have continued the run."""
         return self.standing.seconds + time.perf_counter() - self.began
 
     # ---------------------------------------------------------------------------------------------------------- a step
@@ -196,7 +196,7 @@ class Opened:
 def restored(
     setup: Setup, trainer: Trainer, checkpoints: Checkpoints, data_start: dict[str, Any], step: int | None
 ) -> tuple[TrainState, Standing]:
-    """Return state and standing of a checkpoint, and put the data where it was then; None: as of the start.
+    """Return state and standing of a checkpoint, and set the data to its position then; None stands for the start.
 
     Raises:
       UserError: the checkpoint is damaged, or the data is another.

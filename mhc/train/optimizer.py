@@ -20,8 +20,9 @@ def map_paths(function: Any, tree: Any) -> Any:
 
 
 def decay_mask(config: Config, params: Params) -> Any:
-    """Return True where weight decay applies: matrices, embeddings, and map parameters that an option of the kind
-    decays."""
+    """Return a tree with True where weight decay applies.
+
+    It applies to matrices, embeddings, and map parameters that an option of the kind decays."""
 
     def decays(path: str, _: Any) -> bool:
         row = parameter(path)

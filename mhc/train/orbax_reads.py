@@ -1,4 +1,4 @@
-"""Reads and writes that orbax leaves behind when an array fails: waited for, and kept from printing tracebacks.
+"""Wait for the reads and writes that orbax leaves behind when an array fails, and hide their tracebacks.
 
 Orbax closes its event loop at the first array that fails. The reads and writes of other arrays then end in a closed
 loop, or when they are collected as garbage, each with a traceback of its own, at once or later.

@@ -1,4 +1,4 @@
-"""Write the record of a run: metrics.jsonl, probes.jsonl, events.jsonl and TensorBoard; raise alarms from it."""
+"""Write the record of a run (metrics.jsonl, probes.jsonl, events.jsonl, TensorBoard), and raise alarms from it."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Alarm(NamedTuple):
 
 
 class Record:
-    """Writes the record of a run from ``last_step`` on: it cuts later lines, and the detectors stand as they did then.
+    """Writes the record of a run from ``last_step`` on: cuts later lines, and sets the detectors to their state then.
 
     With ``writes=False`` it only reads and judges: another process writes the same.
     """
@@ -227,11 +227,10 @@ class Record:
     # --------------------------------------------------------------------------------------------------------- a probe
 
     def probe(self, step: int, values: Mapping[str, Any], metrics: Mapping[str, Any] | None) -> None:
-        """Write a probe's line, with the norms of the step before it (``metrics``, on the host), and its alarms as
-        events.
+        """Write a probe's line, and an event for each monitor that crosses its threshold.
 
-        Each monitor that crosses its threshold is an event of its own, so that lead times and false alarms can be
-        counted.
+        The line has the norms of the step before the probe (``metrics``, on the host). Events let lead times and false
+        alarms be counted.
         """
         record: dict[str, Any] = {"step": step, **{name: np.asarray(value) for name, value in values.items()}}
         if metrics is not None:
@@ -326,7 +325,7 @@ def router_summary(router: Mapping[str, Any]) -> dict[str, float]:
 
 
 def batch_hash(batch: Mapping[str, np.ndarray]) -> str:
-    """Return the first 16 hex digits of the SHA-256 of a batch's tokens and targets: which batch this was."""
+    """Return the first 16 hex digits of the SHA-256 of a batch's tokens and targets, which identify the batch."""
     digest = hashlib.sha256()
     for name in ("tokens", "targets"):
         digest.update(np.ascontiguousarray(batch[name]).tobytes())

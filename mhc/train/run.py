@@ -1,4 +1,4 @@
-"""Run a training from a config and a folder to checkpoints, curves and a summary, resumed where it was left."""
+"""Train a config in a folder, from where the folder was left, and write checkpoints, curves and a summary."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ class Run:
     # ----------------------------------------------------------------------------------------------------------- loop
 
     def _loop(self, run: Opened) -> None:
-        """Take a step; read the metrics of the step before; then what is due: probe, validation, checkpoint.
+        """Run the steps: start one, read the metrics of the one before, then probe, validate or save if that is due.
 
         The device always has the next step queued while the last one's metrics are fetched, and never more than that.
         """
@@ -223,7 +223,7 @@ def _is_due(step: int, every: int, last: bool) -> bool:
 
 
 def _judged_from(config: Config) -> str:
-    """Return what the start of a short run says of its z-scores, which need some history."""
+    """Return a line for the start of a short run: from which step on its z-scores are judged."""
     least, steps = config.zscore_min_history, config.train.steps
     if least >= steps:
         return f"; {steps} steps are too few to judge loss and gradient norm by (monitor.zscore_min_history={least})"

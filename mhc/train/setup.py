@@ -1,4 +1,4 @@
-"""Prepare what a run works on: its config, devices and data, checked before the first file is written."""
+"""Prepare the config, devices and data of a run, and check them before the first file is written."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from mhc.train.checkpoint import committed_steps
 
 
 class Setup:
-    """Holds what a run works on. Everything that a user may have got wrong is found while it is made.
+    """Holds the config, devices and data of a run. Everything that a user may have got wrong is found while it is made.
 
     Attributes:
       config: resolved; what a resume keeps comes from the folder's stored config.

@@ -1,4 +1,4 @@
-"""Describe where a run stands: what a checkpoint holds beside the train state, as one object and as JSON."""
+"""Describe how far a run has come: what a checkpoint holds beside the train state, as an object and as JSON."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Standing:
     about: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
-        """Return what a checkpoint stores."""
+        """Return the JSON that a checkpoint stores."""
         return {
             "data": self.data,
             "tokens": self.tokens,
@@ -45,7 +45,7 @@ class Standing:
 
     @classmethod
     def from_json(cls, step: int, stored: Mapping[str, Any]) -> Standing:
-        """Return what a checkpoint of ``step`` stored. Raises KeyError where a part is missing."""
+        """Return the standing from the JSON that a checkpoint of ``step`` holds. Raises KeyError for a missing part."""
         names = [field.name for field in dataclasses.fields(cls) if field.name not in ("step", "about")]
         return cls(
             step=step,

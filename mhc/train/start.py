@@ -1,6 +1,6 @@
 """Start a run: from fresh weights, or from those of another run (``train.init_from``), also under another residual.
 
-A plain model goes on as one of streams (upcycling) where the new maps begin as the plain residual.
+A plain model can go on as a model with streams (upcycling) if the new maps begin as the plain residual.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ def source(config: Config) -> Source | None:
 
 
 def notes(config: Config, found: Source, tokenizer: str) -> Iterator[str]:
-    """Yield lines for the user about what is allowed but may not be meant.
+    """Yield warnings for the user about settings that are allowed but may not be meant.
 
     Args:
       tokenizer: ``content_hash`` of the run's own.
@@ -146,7 +146,7 @@ def notes(config: Config, found: Source, tokenizer: str) -> Iterator[str]:
 
 
 def set_data(data: TrainIterator, config: Config, found: Source) -> None:
-    """Put the data where the source had it at its checkpoint, as ``train.init_data`` asks.
+    """Set the data to the source's position at its checkpoint, as ``train.init_data`` asks.
 
     Raises: UserError where the two do not read the same batches, or the source has read none.
     """
@@ -203,7 +203,7 @@ def _shapes(config: Config) -> dict[str, tuple[int, ...]]:
 
 
 def _same_maps(config: Config, other: Config) -> bool:
-    """Return whether the residuals are of one kind, with parameters of the same shapes: then they are taken over."""
+    """Return whether two residuals are of one kind, with parameters of the same shapes, so that maps are taken over."""
 
     def maps(one: Config) -> dict[str, tuple[int, ...]]:
         return {path: shape for path, shape in _shapes(one).items() if _is_residual(path)}
@@ -212,7 +212,7 @@ def _same_maps(config: Config, other: Config) -> bool:
 
 
 def _same_residual(config: Config, other: Config) -> bool:
-    """Return whether the residuals differ in shapes at most."""
+    """Return whether two residuals differ in shapes at most."""
     return config.residual.kind == other.residual.kind and config.streams == other.streams
 
 

@@ -36,7 +36,7 @@ class TrainState(NamedTuple):
 
 
 class LossParts(NamedTuple):
-    """Holds what a forward pass over a batch gives, float32.
+    """Holds the results of a forward pass over a batch, float32.
 
     Attributes:
       sums: of the cross-entropy over the valid targets.
@@ -64,7 +64,7 @@ def counted(config: Config, batch: Batch) -> Batch:
 
 
 def loss_parts(definition: DecoderDefinition, params: Params, batch: Batch) -> LossParts:
-    """Return the cross-entropy of a batch, and what its experts' routers did.
+    """Return the cross-entropy of a batch, and statistics of its experts' routers.
 
     Args:
       batch: tokens, targets, segment_ids, positions [B, T] int32 and weights [B, T] float32; of a mixture also sources

@@ -55,12 +55,13 @@ def test_every_preset_collapse_and_size_builds_and_no_other(kind: kinds.Kind) ->
             options: dict[str, Any] = {"n": n, field: value}
             if value in has[field]:
                 assert getattr(config(kind.name, **options), field) == value
+                options |= {"sublayers": 4}
                 nnx.eval_shape(lambda options=options: residual.build(kind.name, 8, rngs=nnx.Rngs(0), **options))
             else:
                 with pytest.raises(UserError, match=rf"^residual\.{field}: given {value!r}, allowed: .*{kind.name}"):
                     config(kind.name, **options)
                 with pytest.raises(ValueError, match=rf"^{field}: given {value!r}, allowed: .*{kind.name}"):
-                    residual.build(kind.name, 8, rngs=nnx.Rngs(0), **options)
+                    residual.build(kind.name, 8, rngs=nnx.Rngs(0), sublayers=4, **options)
 
 
 @pytest.mark.parametrize(
@@ -203,7 +204,7 @@ def test_what_preserves_a_function_is_a_config_of_the_kind(kind: kinds.Kind) -> 
 def test_every_parameter_is_declared_with_its_axes(kind: kinds.Kind) -> None:
     def make() -> list[nnx.Module]:
         options: dict[str, Any] = {"collapse": "head"} if "head" in kind.collapses else {}
-        topology = residual.build(kind.name, 8, rngs=nnx.Rngs(0), **options)
+        topology = residual.build(kind.name, 8, rngs=nnx.Rngs(0), sublayers=4, **options)
         return [topology, topology.connection(0, rngs=nnx.Rngs(0))]
 
     topology, connection = nnx.eval_shape(make)

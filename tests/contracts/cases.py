@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from mhc import kinds
+from mhc import kinds, residual
 from tests.contracts import topologies
 
 SIZES = (1, 2, 3, 4, 8, 16)
@@ -39,8 +39,17 @@ class Group:
         return {"n": self.n, **sinkhorn}
 
     @property
-    def doubly_stochastic(self) -> bool:
-        return bool(self.spec.mixing) or self.kind in topologies.DOUBLY_STOCHASTIC
+    def exact(self) -> frozenset[str]:
+        """What its H_res keeps to rounding: see ``Mixing.exact``. What tests register mixes as mhc does, or turns."""
+        if self.spec.mixing:
+            exact: frozenset[str] = kinds.referred(self.spec.mixing).exact
+            return exact
+        return frozenset({"rows", "signs"} if self.kind in topologies.DOUBLY_STOCHASTIC else ())
+
+    @property
+    def residual_logits(self) -> int:
+        """How many logits of a token H_res has; 1 where that is not told."""
+        return residual.functional.residual_logits(self.kind, self.n) if self.spec.mixing else 1
 
     @property
     def has_maps(self) -> bool:

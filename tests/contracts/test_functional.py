@@ -34,11 +34,15 @@ def entries(group: Group, grads: dict[str, Any]) -> dict[str, np.ndarray]:
     n = group.n
     cut: dict[str, np.ndarray] = {}
     of_maps: dict[str, Any] = {"pre": slice(0, n), "post": slice(n, 2 * n), "res": slice(2 * n, None)}
-    inside: dict[str, dict[str, Any]] = {"alpha": {"pre": 0, "post": 1, "res": 2}, "phi": of_maps, "bias": of_maps}
+    inside: dict[str, dict[str, Any]] = {
+        "alpha": {"pre": 0, "post": 1, "res": slice(2, None)},
+        "phi": of_maps,
+        "bias": of_maps,
+    }
     for name, leaf in grads.items():
         for part, index in inside.get(name, {"": slice(None)}).items():
             cut[f"{name} {part}".strip()] = np.asarray(leaf)[..., index].reshape(leaf.shape[0], -1)
-    if group.kind == "identity":  # H_res = I has neither logits nor, with them, a gate
+    if not group.residual_logits:  # H_res = I has neither logits nor, with them, a gate
         cut = {name: leaf for name, leaf in cut.items() if not name.endswith(" res")}
     return cut
 
@@ -89,18 +93,23 @@ def test_a_scan_over_sublayers_equals_calling_them(group: Group) -> None:
 
 @every_group
 def test_maps_are_where_they_must_be(group: Group) -> None:
-    """H_res doubly stochastic, 0 < pre <= 1 and 0 < post < 2 for what is constrained, along the whole tower."""
-    if not group.doubly_stochastic:
+    """H_res as exact as its kind says, 0 < pre <= 1 and 0 < post < 2 for what is constrained, along the whole tower."""
+    if not group.exact:
         assert group.kind in ("plain", "hc", *WITHOUT_MAPS)
         return
     maps = tower(group).forward[0].maps
     assert maps is not None
     pre, post, res = (np.asarray(leaf, np.float64) for leaf in maps)
-    exact = 1e-5 if group.sinkhorn == "deepseek" else 1e-6
-    assert (res >= 0).all()
-    assert np.abs(res.sum(-1) - 1).max() <= exact  # the marginal normalised last, under both presets
-    columns = np.abs(res.sum(-2) - 1).max()
-    assert columns <= (exact if group.kind in ("mhc_lite", "kromhc", "identity") else 0.2)
+    exact = 1e-5 if group.sinkhorn == "deepseek" or "signs" not in group.exact else 1e-6
+    if "signs" in group.exact:
+        assert (res >= 0).all()
+        assert np.abs(res.sum(-2) - 1).max() <= 0.2
+    if "rows" in group.exact:
+        assert np.abs(res.sum(-1) - 1).max() <= exact  # of mhc the marginal normalised last, under both presets
+    if "columns" in group.exact:
+        assert np.abs(res.sum(-2) - 1).max() <= exact
+    if "isometry" in group.exact:
+        assert np.abs(np.swapaxes(res, -1, -2) @ res - np.eye(group.n)).max() <= exact
     assert (pre > 0).all()
     assert (pre <= 1 + 1e-6).all()
     assert (post > 0).all()
@@ -149,7 +158,7 @@ def test_the_residual_map_of_sublayer_0_is_inert(group: Group) -> None:
     Adam moves it all the same, and it is left in the update: a random walk of a map that changes no number downstream
     costs nothing, and an optimiser that knows about sublayer 0 would. Reports mark sublayer 0.
     """
-    if group.n == 1 or not group.doubly_stochastic or group.kind == "identity":
+    if group.n == 1 or "rows" not in group.exact or not group.residual_logits:
         return
     for p, init in enumerate(group.inits):
         grads = np.asarray(tower(group).history.grads["maps"]["bias"][p, 0])
@@ -201,7 +210,10 @@ def test_bfloat16_streams_stay_near_float32(group: Group) -> None:
     for p, init in enumerate(group.inits):
         a, b = np.asarray(narrow.out[p, -1], np.float64), np.asarray(wide.out[p, -1], np.float64)
         error = np.linalg.norm(a - b) / np.linalg.norm(b)
-        assert error <= 2e-2, f"{init}: {error:.2e}"
+        # A rotation that does not keep the mean takes the rounding of the streams into what is read, and alpha = 1
+        # feeds it back through the maps.
+        stray = init == "v4" and "isometry" in group.exact and "rows" not in group.exact
+        assert error <= (0.15 if stray else 2e-2), f"{init}: {error:.2e}"
 
 
 @pytest.mark.parametrize("kind", [name for name, kind in kinds.known().items() if "head" in kind.collapses])
@@ -210,11 +222,12 @@ def test_collapses(kind: str) -> None:
     x = jnp.asarray(np.random.default_rng(4).normal(size=(3, 4, WIDTH)), jnp.float32)
     key = PathKey(jax.random.key(0))
     out = {
-        mode: residual.build(kind, WIDTH, rngs=key, n=4, collapse=mode).collapse(x) for mode in ("sum", "mean", "head")
+        mode: residual.build(kind, WIDTH, rngs=key, sublayers=DEEP, n=4, collapse=mode).collapse(x)
+        for mode in ("sum", "mean", "head")
     }
     np.testing.assert_allclose(out["sum"], np.sum(x, axis=-2), rtol=1e-6)
     np.testing.assert_allclose(out["mean"], np.mean(x, axis=-2), rtol=1e-6, atol=1e-7)
-    head = vars(residual.build(kind, WIDTH, rngs=key, n=4, collapse="head"))["head"]
+    head = vars(residual.build(kind, WIDTH, rngs=key, sublayers=DEEP, n=4, collapse="head"))["head"]
     assert head.fn.shape == (4, WIDTH, 4)
     assert 0.01 < np.std(head.fn) < 0.03
     weights = residual.functional.collapse_head(x, head.fn[...].reshape(-1, 4), head.base[...], head.scale[...])

@@ -16,21 +16,25 @@ from mhc.residual import functional as F
 from mhc.rng import PathKey
 from tests.small import relative_error
 
-WIDTH = 6
+WIDTH, SUBLAYERS = 6, 4
 MANIFOLD = tuple(name for name, kind in kinds.known().items() if kind.mixing)
 every_relative = pytest.mark.parametrize("kind", MANIFOLD)
 
 
 def of_module(kind: str, k: int, **options: Any) -> dict[str, jax.Array]:
     """Parameters of connection ``k`` of a topology, whose key is that of seed 3."""
-    topology = residual.build(kind, WIDTH, rngs=PathKey(jax.random.key(3)), **options)
+    topology = residual.build(kind, WIDTH, rngs=PathKey(jax.random.key(3)), sublayers=SUBLAYERS, **options)
     return nnx.to_pure_dict(nnx.state(topology.connection(k, rngs=PathKey(jax.random.key(3)))))
 
 
 def test_the_table_of_kinds_has_the_presets() -> None:
     for name in MANIFOLD:
-        assert kinds.known()[name].inits == F.PRESETS
-        assert {preset for preset in F.PRESETS if F.draws(preset)} == {"equivalent", "fanin", "v4"}
+        from_zero = kinds.referred(kinds.known()[name].mixing).from_zero
+        assert kinds.known()[name].inits == (F.PRESETS if from_zero else ("home", "equivalent"))
+        for preset in set(F.PRESETS) - set(kinds.known()[name].inits):
+            with pytest.raises(ValueError, match="allowed: home, equivalent"):
+                F.mhc_params(4, WIDTH, kind=name, init=preset, key=jax.random.key(0))
+    assert {preset for preset in F.PRESETS if F.draws(preset)} == {"equivalent", "fanin", "v4"}
 
 
 @pytest.mark.parametrize(
@@ -44,7 +48,7 @@ def test_the_table_of_kinds_has_the_presets() -> None:
 def test_the_modules_start_from_the_functions(kind: str, n: int) -> None:
     """Bit for bit: every preset, with and without a gate and a gap of one's own."""
     key = (PathKey(jax.random.key(3)) / "phi").key
-    for init in F.PRESETS:
+    for init in kinds.known()[kind].inits:
         for k, chosen in ((0, {}), (n + 1, {"alpha": 0.5, "res_gap": 2.0})):
             expected = F.mhc_params(n, WIDTH, kind=kind, init=init, k=k, key=key, **chosen)
             found = of_module(kind, k, n=n, init=init, **chosen)
@@ -70,15 +74,19 @@ def test_hc_and_the_head_start_from_the_functions(dynamic: bool) -> None:
         np.testing.assert_array_equal(leaf.reshape(head[name].shape), head[name])
 
 
+def maps_of(x: jax.Array, params: dict[str, jax.Array], kind: str) -> F.Maps:
+    return F.mhc_maps(x, params, kind=kind, gamma=0.25 if kind == "circulant" else None)
+
+
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def tower(kind: str, init: str, h: jax.Array, sublayers: int = 4) -> jax.Array:
+def tower(kind: str, init: str, h: jax.Array, sublayers: int = SUBLAYERS) -> jax.Array:
     """Streams after some sublayers, by functions alone."""
     x = jnp.broadcast_to(h[..., None, :], (*h.shape[:-1], 4, h.shape[-1]))
     for k in range(sublayers):
         if kind == "hc":
             maps = F.hc_maps(x, F.hc_params(4, WIDTH, k=k))
         else:
-            maps = F.mhc_maps(x, F.mhc_params(4, WIDTH, kind=kind, init=init, k=k, key=jax.random.key(k)), kind=kind)
+            maps = maps_of(x, F.mhc_params(4, WIDTH, kind=kind, init=init, k=k, key=jax.random.key(k)), kind)
         x = F.write(x, jnp.tanh(F.read(x, maps.pre)), maps.post, maps.res)
     return x
 
@@ -107,11 +115,12 @@ def test_home_parts_the_streams(kind: str) -> None:
     h = some_tokens()
     x = tower(kind, "home", h)
     assert float(jnp.min(jnp.max(jnp.abs(x - jnp.roll(x, 1, axis=-2)), axis=(0, -1)))) > 1e-2
-    logits = 8 + F.residual_logits(kind, 4)
-    nothing = {"phi": jnp.zeros((4 * WIDTH, logits)), "alpha": jnp.full(3, 0.01), "bias": jnp.zeros(logits)}
+    home = F.mhc_params(4, WIDTH, kind=kind, key=jax.random.key(0))
+    nothing = {**home, "bias": jnp.zeros_like(home["bias"])}
+    assert not home["phi"].any()
     x = jnp.broadcast_to(h[..., None, :], (*h.shape[:-1], 4, WIDTH))
     for _ in range(4):
-        maps = F.mhc_maps(x, nothing, kind=kind)
+        maps = maps_of(x, nothing, kind)
         x = F.write(x, jnp.tanh(F.read(x, maps.pre)), maps.post, maps.res)
     assert float(jnp.max(jnp.abs(x - jnp.roll(x, 1, axis=-2)))) < 1e-5
 
@@ -132,6 +141,7 @@ def test_the_number_of_a_sublayer_may_be_traced() -> None:
         (lambda: F.mhc_params(4, WIDTH, kind="mch"), "unknown kind 'mch'"),
         (lambda: F.mhc_params(6, WIDTH, kind="mhc_lite"), "N <= 5, got 6"),
         (lambda: F.mhc_params(3, WIDTH, kind="kromhc"), "power of two, got 3"),
+        (lambda: F.mhc_params(4, WIDTH, kind="go_mhc"), "Orthostochastic draws its residual logits at random"),
         (lambda: F.mhc_bias(0), "n must be at least 1 and a whole number, got 0"),
         (lambda: F.hc_params(2.0, WIDTH), "n must be at least 1 and a whole number, got 2.0"),  # type: ignore[arg-type]
         (lambda: F.mhc_phi(4, 0, 16), "width must be at least 1 and a whole number, got 0"),

@@ -141,7 +141,8 @@ class Net(nnx.Module):
 
     def __init__(self, kind: str, rngs: nnx.Rngs, **options: Any):
         self.layers = nnx.List([nnx.Linear(WIDTH, WIDTH, rngs=rngs) for _ in range(DEPTH)])
-        self.connections = nnx.List([HyperConnection(WIDTH, k, kind=kind, rngs=rngs, **options) for k in range(DEPTH)])
+        options |= {"kind": kind, "sublayers": DEPTH}
+        self.connections = nnx.List([HyperConnection(WIDTH, k, rngs=rngs, **options) for k in range(DEPTH)])
 
     def __call__(self, h: jax.Array) -> jax.Array:
         x = self.connections[0].expand(h)

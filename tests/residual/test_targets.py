@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from mhc import kernels, residual
+from mhc import kernels, kinds, residual
 from mhc.kernels import dispatch
 from mhc.residual import HyperConnection
 from tests.small import definition, packed, relative_error, small
@@ -25,8 +25,9 @@ every_kind = pytest.mark.parametrize(
 
 def two_sublayers(kind: str) -> Any:
     """A function [*TOKENS, WIDTH] -> [*TOKENS, WIDTH] through two connections whose maps depend on the input."""
-    random: dict[str, Any] = {"init": "fanin"} if kind not in ("plain", "hc") else {}
-    first, second = (HyperConnection(WIDTH, k, kind=kind, rngs=nnx.Rngs(k), **random) for k in range(2))
+    inits = kinds.known()[kind].inits
+    options: dict[str, Any] = {"init": next((init for init in ("fanin", "equivalent") if init in inits), None)}
+    first, second = (HyperConnection(WIDTH, k, kind=kind, rngs=nnx.Rngs(k), sublayers=2, **options) for k in range(2))
     if kind == "hc":
         vars(first.connection)["w_pre"][...] = jnp.linspace(-1.0, 1.0, WIDTH)
 

@@ -99,7 +99,7 @@ def _has_text(source: Source) -> bool:
 
 
 def worst(shares: Iterable[float]) -> float:
-    """Return the largest share, 0 if there is none."""
+    """Return the largest of some shares; 0 of none."""
     return max(shares, default=0.0)
 
 
@@ -121,7 +121,7 @@ def _size(content: Tokenised, tokenizer: Tokenizer) -> int:
 
 
 def _lost_of_ids(content: Tokenised, tokenizer: Tokenizer) -> int:
-    """Return how many bytes of a document are on the unknown id or missing from what its ids decode to."""
+    """Return how many bytes of a document became the unknown id or are missing from what its ids decode to."""
     lengths = tokenizer.byte_lengths[content.ids] if content.lengths is None else content.lengths
     unknown = int(lengths[content.ids == tokenizer.unknown_id].sum(dtype=np.int64))
     known = content.ids[content.ids != tokenizer.unknown_id]

@@ -13,7 +13,7 @@ from mhc.errors import UserError
 def of_split(
     owner: np.ndarray, number: np.ndarray, names: list[str], holdout: float, split: str, label: str
 ) -> np.ndarray:
-    """Return bool[n]: which documents belong to a split, by `held_out`. Raises UserError where none does."""
+    """Return bool[n]: which documents belong to a split, by `held_out`. Raises UserError if none does."""
     held = held_out(owner, number, names, holdout)
     wanted = held if split == "validation" else ~held
     if not wanted.any():

@@ -132,7 +132,7 @@ class IndexedFiles:
     # Each kind of files has its own:
 
     def _in_blocks(self, file: int) -> bool:
-        """Return whether the documents of a file are blocks of one."""
+        """Return whether a file is one document that is cut into blocks."""
         raise NotImplementedError
 
     def _settings(self) -> list[Any]:
@@ -140,11 +140,11 @@ class IndexedFiles:
         raise NotImplementedError
 
     def _local(self, file: CorpusFile) -> Path:
-        """Return a plain local file with the content of one of the user's."""
+        """Return a plain local file with the content of a file of the user's: that file itself, or a copy."""
         return local_copy(file, self._data)
 
     def _bytes_of(self, file: int, start: int, stop: int) -> tuple[int, int]:
-        """Return the first byte of a document in its file, and the byte behind it."""
+        """Return where a document lies in its file: its first byte, and the byte after its last."""
         return start, stop
 
     def _scan(self, file: int, block: int) -> Iterator[Found]:
@@ -190,7 +190,7 @@ class IndexedFiles:
     # The files
 
     def _content(self, index: int) -> bytes:
-        """Return a document's bytes. Raises UserError where they are not those that were indexed."""
+        """Return a document's bytes. Raises UserError if their checksum is not that of the index."""
         file, start, stop = (int(column[index]) for column in (self.index.owner, self.index.start, self.index.stop))
         first, last = self._bytes_of(file, start, stop)
         with self._opened(file) as handle:
@@ -212,7 +212,7 @@ class IndexedFiles:
 
     @contextlib.contextmanager
     def _opened(self, file: int) -> Iterator[IO[bytes]]:
-        """Open a local file; what the system says meanwhile becomes a line."""
+        """Open a local file for the block; an OSError in it becomes a UserError."""
         try:
             with open(self._paths[file], "rb") as content:
                 yield content
@@ -231,7 +231,7 @@ class IndexedFiles:
         return path if path == copy else f"{path} (its copy {copy})"
 
     def _remedy(self, file: int) -> str:
-        """Return what to do about a file that is not what it was."""
+        """Return advice on a file that has changed since it was indexed."""
         is_copy = self.files[file].path != str(self._paths[file])
         return "remove the copy, and start again" if is_copy else "put back what was there, and start again"
 

@@ -105,7 +105,7 @@ def cut_text(content: bytes, parts: int, size: int) -> list[bytes]:
 
 
 def _cut(content: bytes | np.ndarray, part: int, parts: int, size: int) -> int:
-    """Return where a part begins."""
+    """Return the byte at which a part of the text begins."""
     place = len(content) * part // parts
     if part in (0, parts) or not isinstance(content, bytes):
         return place

@@ -47,7 +47,7 @@ _log = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True)
 class _Shard:
-    """Describes a file to grain, which otherwise opens it."""
+    """Describes a shard's file to grain, so that grain need not open it to count its records."""
 
     filename: str
     skip: int
@@ -195,7 +195,7 @@ def _local(folder: str, content: bytes, manifest: dict[str, Any], data: DataConf
 
 
 def _damaged(label: str, file: Path, why: str) -> UserError:
-    """Return the error of a damaged file of a shard. Of a copy in the cache directory it gives the path."""
+    """Return the error of a damaged file of a shard, with the path of its copy if the cache directory has one."""
     if remote.is_remote(label.removeprefix("prepared:")):
         return UserError(f"{label}: its copy {file} is damaged ({why}): remove it, so that it is copied again")
     return UserError(f"{label}: {file.name} is damaged ({why}); prepare it again, which makes it anew")
@@ -217,7 +217,7 @@ def _check_unchanged(folder: Path, manifest: dict[str, Any], label: str) -> None
     """Raise UserError for a file of the corpus that is where it was, but no longer has the content that was prepared.
 
     A file of the same size and time of change passes. A file whose time alone differs is read, for its hash. Files that
-    are gone pass, and so do files in a store, which is not asked. Files that have come are warned of.
+    are gone pass. Files in a store pass too, without a look at them. New files get a warning.
     """
     origin = folder / ORIGIN
     if not origin.is_file():

@@ -173,7 +173,7 @@ def _parsed(text: str) -> Any:
 
 
 def _hint(line: bytes) -> str:
-    """Return a clause for a line that opens a JSON array, as files that hold one value do; "" for any other."""
+    """Return a clause for a line that opens a JSON array: the file may be one JSON value; "" for any other line."""
     is_array = line.lstrip().startswith(b"[")
     return "; each line must be a JSON object, as jq -c '.[]' makes them of an array" if is_array else ""
 

@@ -24,7 +24,7 @@ _READ_TO_MEASURE = 10_000  # examples of a split, at most, that are read just to
 
 
 class TensorFlowDataset:
-    """Reads a split of a prepared TFDS dataset. Raises UserError where its files or its features do not serve."""
+    """Reads a split of a prepared TFDS dataset. Raises UserError if its files or features cannot be used."""
 
     def __init__(self, folder: Path, field: str, split: Split, label: str, holdout: float, whole: bool):
         import tensorflow_datasets as tfds

@@ -65,7 +65,7 @@ class TokenFiles(IndexedFiles):
         return f"{self.files[int(self.index.owner[index])]}, tokens {self.index.start[index]}–{self.index.stop[index]}"
 
     def check_ids(self, tokenizer: Tokenizer) -> None:
-        """Check that the ids of all files are a tokeniser's, and warn where documents seem to be told apart wrongly.
+        """Check that the ids of all files are a tokeniser's, and warn if documents seem to be cut at the wrong ids.
 
         Raises:
           UserError: for the first id that is not in 0 ≤ id < vocab_size, whatever its split.
@@ -117,7 +117,7 @@ class TokenFiles(IndexedFiles):
 
     @functools.cached_property
     def _layouts(self) -> dict[int, Layout]:
-        """Return the layouts that were looked up so far, by the number of the file."""
+        """Return the cache of layouts, by the number of the file."""
         return {}
 
     def _chunks(self, file: int) -> Iterator[np.ndarray]:
@@ -223,8 +223,8 @@ def layout_of(path: Path, size: int, token_dtype: str, shown: str) -> Layout:
 def check_width(tokens: np.ndarray, shown: str, token_dtype: str) -> str:
     """Return a hint for the message that an id is too large: that two narrow ids may be read as one, or "".
 
-    Raises: UserError where ids were written in more bytes than ``token_dtype`` has, so that every second one is 0. Of
-      ids up to a million the upper half is at most 15: at every second place, where the lower half is not.
+    Raises: UserError if ids were written in more bytes than ``token_dtype`` has. Every second value is then the upper
+      half of an id: at most 15 for ids up to a million, while the values between them are larger.
     """
     some, item = np.asarray(tokens[:_MEASURED]), tokens.dtype.itemsize
     pairs = some[: len(some) // 2 * 2].reshape(-1, 2)

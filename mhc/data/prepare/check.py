@@ -20,11 +20,11 @@ from mhc.errors import UserError
 
 
 class ChangedFile(UserError):
-    """Raised where a file of the corpus is not what it was at the start; it names the file's path."""
+    """Reports the path of a file of the corpus that has changed since the start."""
 
 
 def check_unchanged(documents: TextFiles) -> None:
-    """Raise ChangedFile for a local file of these documents of another size or time of change than at the start."""
+    """Raise ChangedFile if a local file of these documents has another size or time of change than at the start."""
     for number in np.unique(documents.index.owner).tolist():
         file = documents.files[number]
         if not remote.is_remote(file.path) and not file.is_unchanged():

@@ -32,7 +32,7 @@ def lock(folder: Path, tell: Tell) -> Iterator[None]:
     """Hold the folder against other processes of this machine, until the process ends.
 
     Raises:
-      UserError: another process holds it. A file system without locks is told, and no error.
+      UserError: another process holds it. If the file system has no locks, this warns and goes on.
     """
     with writing_to(folder):
         handle = os.open(folder, os.O_RDONLY)
@@ -50,7 +50,7 @@ def lock(folder: Path, tell: Tell) -> Iterator[None]:
 
 @contextlib.contextmanager
 def writing_to(path: Path) -> Iterator[None]:
-    """Turn an error of the system or of array_record while writing into a line: no space left, no permission."""
+    """Turn an error while writing (no space left, no permission), the system's or array_record's, into a UserError."""
     try:
         yield
     except (OSError, RuntimeError) as error:
@@ -87,7 +87,7 @@ def has_begun(folder: Path) -> bool:
 
 
 def clear(folder: Path) -> None:
-    """Remove what a preparation without a shard has written: it would only be in the way of the next one."""
+    """Remove what a preparation wrote that made no shard: it would only be in the way of the next one."""
     if has_begun(folder):
         return
     for path in (folder / ORIGIN, folder / PLAN, *folder.glob(f"{PART}*"), *folder.glob("shard-*.npy")):

@@ -16,7 +16,7 @@ from mhc.errors import UserError
 
 
 def origin_of(file: CorpusFile) -> dict[str, Any]:
-    """Return where a file of the corpus lies, and when it had changed."""
+    """Return where a file of the corpus lies, and when it was last changed."""
     path = file.path if remote.is_remote(file.path) else os.path.abspath(file.path)
     return {"path": path, "version": file.version}
 
@@ -34,7 +34,7 @@ def known_checksums(folder: Path, begun: dict[str, Any] | None) -> dict[tuple[st
 
 
 def describe(files: list[CorpusFile], known: dict[tuple[str, int, int], str], tell: Tell) -> list[dict[str, Any]]:
-    """Return name, size and checksum of each file. Files that did not change are not read again."""
+    """Return name, size and checksum of each file. Files that have not changed are not read again."""
 
     def checksum(file: CorpusFile) -> str:
         return known.get((file.name, file.size, file.version)) or file.checksum()

@@ -1,4 +1,4 @@
-"""Tell how far a preparation is, and at what speed."""
+"""Report how far a preparation has come, and at what speed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Tell = Callable[[str], None]
 
 
 class SpeedMeter:
-    """Tells every few seconds how far it is and how fast the last minute was, and at the end how fast all of it was."""
+    """Reports every few seconds how much is done and the speed of the last minute, and at the end the whole speed."""
 
     def __init__(self, total: int, tell: Tell):
         self._total = total
@@ -29,7 +29,7 @@ class SpeedMeter:
         self._kept += size
 
     def tell(self, counts: list[int], last: bool = False) -> None:
-        """Tell how far it is if that is due, or with ``last`` the end.
+        """Report how much is done if a report is due; with ``last``, report the end.
 
         Args:
           counts: documents, tokens and bytes of the corpus that were prepared since the start.

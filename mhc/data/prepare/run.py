@@ -99,7 +99,7 @@ def prepare(
 
 
 def _prepare(task: _Task) -> dict[str, Any]:
-    """Go on with the folder, and leave no useless file in it, however that ends."""
+    """Go on with the folder, and leave no useless file in it, however the preparation ends."""
     folder = task.folder
     with writing_to(folder):
         for part in folder.glob(f"{PART}*"):

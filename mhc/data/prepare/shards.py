@@ -172,7 +172,7 @@ _KEYS = {"file": "owner", "start": "start", "stop": "stop", "number": "number", 
 
 
 def _read_whole(job: Job, paths: dict[str, Path]) -> np.ndarray | None:
-    """Return the table of a shard that is there; None if it is missing or not what its documents give.
+    """Return the table of a shard; None if the shard is missing or not what its documents give.
 
     Reading costs little beside tokenising, so every record is read, and its ids and bytes are counted.
     """

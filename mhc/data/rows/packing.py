@@ -75,7 +75,7 @@ class DocumentStream:
         return document.tokens[start:stop], document.tokens[start + 1 : stop + 1], document.target_bytes[start:stop]
 
     def fill(self, batch: Batch, row: int) -> bool:
-        """Fill a row as `fill_row` does."""
+        """Fill a row as `fill_row` does, from this stream."""
         return fill_row(batch, row, self)
 
 

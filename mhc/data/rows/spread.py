@@ -1,10 +1,10 @@
 """Choose the rows of a validation set: spread evenly over its documents, or the first ones.
 
-Spread: n rows begin at n places as far apart as they can be, by the sizes of the documents (at 512 places several rows
-each, where they are more: every place costs a document that is tokenised). A document is cut into rows of T pairs from
-its beginning, and a row begins with one of those; a row that its document leaves short goes on with the documents
-behind it, as in packing. No pair is in two rows. Which rows these are depends on the documents, the tokeniser, T and n
-alone. A set that is sure to fit into n rows is read whole.
+Spread: n rows begin at n places as far apart as they can be, by the sizes of the documents. (More than 512 rows begin
+at 512 places, several at each, since every place costs a document that is tokenised.) A document is cut into rows of T
+pairs from its beginning, and a row begins with one of those; a row that its document leaves short goes on with the
+documents behind it, as in packing. No pair is in two rows. Which rows these are depends on the documents, the
+tokeniser, T and n alone. A set that is sure to fit into n rows is read whole.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class RowStream(DocumentStream):
         return True
 
     def _go_to(self, place: int, places: int) -> None:
-        """Go to the middle of one of the equal parts of the documents, unless earlier rows have passed it."""
+        """Go to the middle of the next of the equal parts of the documents, unless earlier rows have passed it."""
         assert self._ends is not None
         where = int(self._ends[-1]) * (2 * place + 1) // (2 * places)
         number = int(np.searchsorted(self._ends, where, side="right"))
@@ -78,7 +78,7 @@ class RowStream(DocumentStream):
             self.position, self.offset, self._document = position, offset, document
 
     def take(self, room: int) -> tuple[np.ndarray, np.ndarray, np.ndarray] | None:
-        """Take as `DocumentStream.take` does, and note the document."""
+        """Return pairs as `DocumentStream.take` does, and note their document in ``touched``."""
         taken = super().take(room)
         if taken is not None:
             # A document that is used up leaves the stream at the next one's start.

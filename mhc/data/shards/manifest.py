@@ -124,7 +124,7 @@ def counts(table: np.ndarray) -> dict[str, int]:
 
 
 def _fault_of_totals(manifest: dict[str, Any]) -> str:
-    """Return what does not add up in a manifest, or ""."""
+    """Return which total of a manifest is not the sum over its shards, or ""."""
     if not manifest["shards"]:
         return "it has no shard"
     for name in _COUNTS:

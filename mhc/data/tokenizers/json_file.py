@@ -74,7 +74,7 @@ class JsonTokenizer:
     """
 
     def __init__(self, path: str | Path, special: Mapping[str, str] | None = None):
-        """Reads the file; ``special``: {bos_token, eos_token}, None: those that lie beside it.
+        """Read the file; ``special`` has {bos_token, eos_token}, or None for those that a file beside it names.
 
         Raises UserError when it is missing or no tokeniser, or when a named token is not in it.
         """
@@ -199,7 +199,7 @@ class JsonTokenizer:
             return self._tokenizer.decode(keep.tolist(), skip_special_tokens=True)
 
     def bytes_of(self, ids: np.ndarray, begins: bool) -> np.ndarray:
-        """Return int32[n]: how many bytes each id adds to the text that they decode to; a stray byte counts as one.
+        """Return int32[n]: how many bytes each id adds to the decoded text; a stray byte counts as one.
 
         A decoder may leave out what opens a text, as the space that SentencePiece puts there. It may spell a space in
         three bytes (E2 96 81), of which the first counts.
@@ -254,7 +254,7 @@ class JsonTokenizer:
         return lost + len(text[end:].encode())
 
     def _lost_of(self, text: str, ids: tuple[int, ...], first: bool) -> int:
-        """Return how many bytes of a stretch its ids do not add to the text before them; ``first``: there is none."""
+        """Return how many bytes of a stretch its ids do not add to the decoded text; ``first``: no text is before."""
         if not text:
             return 0
         pieces, before = self._pieces(np.asarray(ids)), [] if first else [self._neighbour]

@@ -20,7 +20,7 @@ EACH = "mhc-each-stray-byte"  # name of the error handler below
 
 
 def _each_stray_byte(error: UnicodeError) -> tuple[str, int]:
-    """Return U+FFFD for every stray byte, as byte fallback does; Python gives one for several."""
+    """Return one U+FFFD for each stray byte, as byte fallback does; Python's ``replace`` gives one for several."""
     if not isinstance(error, UnicodeDecodeError):
         raise error
     return STRAY * (error.end - error.start), error.end
@@ -31,7 +31,7 @@ codecs.register_error(EACH, _each_stray_byte)
 
 @contextlib.contextmanager
 def library_errors(what: str) -> Iterator[None]:
-    """Turn whatever the tokenizers library raises, bare exceptions and panics of its Rust, into a UserError."""
+    """Turn whatever the tokenizers library raises, bare exceptions and panics of its Rust code, into a UserError."""
     try:
         yield
     except BaseException as error:
@@ -41,7 +41,7 @@ def library_errors(what: str) -> Iterator[None]:
 
 
 def utf8(text: str) -> bytes:
-    """Return a text's UTF-8. Raises UserError for half a character: an unpaired surrogate."""
+    """Return a text's UTF-8. Raises UserError for an unpaired surrogate, which is half a character."""
     try:
         return text.encode()
     except UnicodeEncodeError as error:
@@ -124,5 +124,5 @@ def piece_lengths(described: dict[str, Any], vocabulary: dict[str, int], size: i
 
 
 def first_line(error: BaseException) -> str:
-    """Return what an error says, cut at its first line; its type where it says nothing."""
+    """Return the first line of an error's message, or the error's type if the message is empty."""
     return (str(error).splitlines() or [type(error).__name__])[0]

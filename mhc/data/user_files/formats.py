@@ -44,7 +44,7 @@ def is_new_lines(name: str) -> bool:
 
 
 def pointer(content: bytes) -> str | None:
-    """Return what a file is that only points to another one, and how to fetch that; None for any other file."""
+    """Describe a file that only points to another one, and how to fetch that one; return None for any other file."""
     return next((what for start, what in _POINTERS.items() if content.startswith(start)), None)
 
 

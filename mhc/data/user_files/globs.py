@@ -46,7 +46,7 @@ class CorpusFile:
         return (state.st_size, state.st_mtime_ns) == (self.size, self.version)
 
     def checksum(self) -> str:
-        """Return ``sha256:…`` of the content; of a file in a store what that has, ``md5:…`` or ``crc32c:…``."""
+        """Return ``sha256:…`` of the content; for a file in a store, the store's own ``md5:…`` or ``crc32c:…``."""
         return self.stored or f"sha256:{sha256(self.path)}"
 
 
@@ -166,7 +166,7 @@ def _fixed_part(pattern: str) -> str:
 
 
 def below_fixed(pattern: str) -> str:
-    """Return what follows the fixed part of a local glob: what the names of files are matched by."""
+    """Return what follows the fixed part of a local glob, which is matched against the names of files."""
     expanded = os.path.expanduser(pattern)
     return os.path.relpath(expanded, _fixed_part(expanded) or ".")
 

@@ -85,7 +85,7 @@ class replacing:
 
 
 def local_copy(file: CorpusFile, data: DataConfig) -> Path:
-    """Return a local file with the plain content of one of the user's: itself, or a copy in the cache directory.
+    """Return a plain local file with the content of a file of the user's: itself, or a copy in the cache directory.
 
     Raises:
       UserError: a broken file, one that changes while it is copied, a parquet file whose column ``data.field`` is

@@ -19,7 +19,7 @@ from mhc.rules import refuse
 
 
 class EndlessSource(NamedTuple):
-    """Stands where a corpus stands: it has a name and a fingerprint, and no documents."""
+    """Takes the place of a corpus: it has a name and a fingerprint, and no documents."""
 
     label: str
     fingerprint: str
@@ -30,7 +30,7 @@ class TaskOrder:
     """Orders the sequences of a task by their numbers, without end."""
 
     def __init__(self, made: Task, source: str, seed: int):
-        """Order those that belong to a seed; ``source`` is the task's name for messages."""
+        """Order the sequences of a seed; ``source`` is the task's name for messages."""
         self._task, self._seed = made, seed
         self.source = EndlessSource(source, hashlib.sha256(repr(made).encode()).hexdigest()[:16])
 
@@ -120,7 +120,7 @@ class TaskValidation:
         self._count, self._rows = count or self._ALL, np.asarray(rows)
 
     def coverage(self, name: str = "") -> str:
-        """Return a line on what the set is."""
+        """Return a line that says which sequences the set has."""
         return f"validation: {self._count:,} held-out sequence(s) of {self._task.length} tokens"
 
     def __iter__(self) -> Iterator[Batch]:

@@ -29,7 +29,7 @@ def check_model(config: Config) -> None:
     """Refuse a model that cannot learn the task of ``data.source``: other classes, or too few learned positions.
 
     Raises:
-        UserError: so, or ``head.classes`` is given where the data is text.
+        UserError: the model cannot, or ``head.classes`` is given although the data is text.
     """
     source = config.data.source
     if not is_windtunnel(source):

@@ -129,7 +129,7 @@ class Bijection:
 
     @property
     def first_class(self) -> int:
-        """Return the logit of class 0: a value's class is its id less this."""
+        """Return the index of class 0 among the logits: a value's class is its id minus this index."""
         return self.symbols
 
     @property
@@ -253,7 +253,7 @@ class HiddenMarkov:
 
     @property
     def first_class(self) -> int:
-        """Return the logit of class 0."""
+        """Return the index of class 0 among the logits."""
         return 0
 
     @property

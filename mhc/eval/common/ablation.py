@@ -14,7 +14,7 @@ Head = tuple[int, int]  # (layer, head)
 
 
 class Case(NamedTuple):
-    """Describes what is ablated together."""
+    """Describes the heads or sublayers that are ablated together."""
 
     kind: str  # head; attention, feed-forward, block; heads (a set that was asked for), random
     layer: int | None = None

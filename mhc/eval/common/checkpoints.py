@@ -181,7 +181,7 @@ def without_mesh(changes: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def config_of(checkpoint: str, step: int | None, changes: Mapping[str, Any]) -> Config:
-    """Return the config that a checkpoint is to be run under, its mesh apart. Only the stored config is read.
+    """Return the config that a checkpoint is to be run under, except for its mesh. Only the stored config is read.
 
     Raises UserError where there is no such checkpoint, or where the changes do not go together.
     """

@@ -28,7 +28,7 @@ CHUNK = 512  # tokens of a prompt that are read at once
 
 @dataclasses.dataclass(frozen=True)
 class Completion:
-    """Holds what a prompt gave."""
+    """Holds the text that a prompt was continued with."""
 
     prompt: str
     text: str  # without the stop string
@@ -37,7 +37,7 @@ class Completion:
 
 
 def padded(size: int, *, least: int = 16) -> int:
-    """Return the next of the sizes that programs are compiled for: powers of two, and one and a half times those."""
+    """Return the next larger size that programs are compiled for: a power of two, or one and a half times one."""
     power = least
     while power < size:
         if power * 3 // 2 >= size:
@@ -167,7 +167,7 @@ class Generator:
         tell: Callable[[int, str], None] = lambda prompt, text: None,
         progress: Callable[[int, int], None] = lambda done, tokens: None,
     ) -> list[Completion]:
-        """Return what each prompt gives, in their order.
+        """Return the completion of each prompt, in their order.
 
         Args:
           max_new_tokens: of each prompt, at most.

@@ -1,4 +1,4 @@
-"""Choose the colours and dashes of series: a topology's own colour, and others where there are no topologies."""
+"""Choose the colours and dashes of series: a topology has its own colour, other series have spare ones."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Style:
 
 
 def colours_of_kinds(kinds: Iterable[str]) -> dict[str, str]:
-    """Return a colour for each residual kind: its own, or a spare one in the order of ``kinds``."""
+    """Return a colour for each residual kind: the kind's own, or a spare one in the order of ``kinds``."""
     spare = itertools.cycle(_SPARE_COLOURS)
     return {kind: _COLOURS[kind] if kind in _COLOURS else next(spare) for kind in dict.fromkeys(kinds)}
 

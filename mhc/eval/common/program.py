@@ -1,4 +1,4 @@
-"""Compile a function of a model and run it over a checkpoint: the one way in which the evaluation programs do it."""
+"""Compile a function of a model and run it over a checkpoint, for all evaluation programs."""
 
 from __future__ import annotations
 

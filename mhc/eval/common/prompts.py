@@ -12,7 +12,7 @@ from mhc.errors import UserError
 
 
 class Prompt(str):
-    """Holds a text that knows where it is from."""
+    """Holds a text together with the place that it was read from."""
 
     place: str  # for messages
 

@@ -34,7 +34,7 @@ def token_scores(
     prefix: Int[Array, " B"] | None = None,
     edits: Edits | None = None,
 ) -> TokenScores:
-    """Return the scores of the targets, from logits of ``chunk_length`` tokens a row at a time.
+    """Return the scores of the targets; logits are held for ``chunk_length`` tokens of each row at a time.
 
     ``prefix`` and ``edits`` are those of ``Decoder.forward``.
     """

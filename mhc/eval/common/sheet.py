@@ -281,7 +281,7 @@ def _short(value: float) -> str:
 
 
 def handle(style: Style, label: str) -> Line2D:
-    """Return the line of a legend."""
+    """Return the line that shows a style in a legend."""
     return Line2D([], [], color=style.colour, dashes=style.dashes or (None, None), linewidth=1.6, label=label)
 
 

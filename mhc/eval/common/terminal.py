@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 
 class Progress:
-    """Prints a line on stderr every few seconds of long work: how much is done, how fast, and for how long still.
+    """Prints a line on stderr every few seconds of long work: how much is done, how fast, and the time left.
 
     Quick work prints none. The speed leaves out what came before the first call, such as compiling.
     """
@@ -27,7 +27,7 @@ class Progress:
         self._first: tuple[int, float] | None = None
 
     def __call__(self, done: int, total: int | None = None, note: str = "") -> None:
-        """Take note that ``done`` are done; print a line, with ``note`` in it, if one is due."""
+        """Count ``done`` as done; print a line, with ``note`` in it, if one is due."""
         now = time.monotonic()
         if self._first is None:
             self._first = (done, now)

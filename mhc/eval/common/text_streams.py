@@ -66,7 +66,7 @@ class PieceStream:
         return text[start:end]
 
     def _pass(self, text: str, end: int) -> None:
-        """Pass over what the tokens before gave by themselves and still do."""
+        """Skip the text that the earlier tokens gave by themselves and still give."""
         end = min(end, len(self._before))
         while self._told < end and text[self._told] == self._before[self._told]:
             self._told += 1
@@ -108,7 +108,7 @@ class StopStrings:
         return text[: len(text) - held]
 
     def end(self) -> str:
-        """Return what was held back and is text after all."""
+        """Return the text that was held back and turned out to be no stop string."""
         text, self._held = self._held, ""
         return text
 

@@ -1,1 +1,1 @@
-"""Compare runs."""
+"""Compare runs in a report with figures, as `mhc.eval.compare.__main__` describes."""

@@ -1,4 +1,4 @@
-"""Put together what is known of the runs that are compared: the one thing that findings, figures and report read."""
+"""Put together what is known of the runs that are compared: all that findings, figures and report read."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Comparison:
 
 
 def representatives(arms: Sequence[Arm]) -> list[Arm]:
-    """Return the arms whose gains are recomputed: all of few, of many the first of each topology at its best rate."""
+    """Return the arms whose gains are recomputed: all if they are few, else each topology's first at its best rate."""
     return list(arms) if len(arms) <= CROWD else [topology.arms[0] for topology in topologies(arms)]
 
 

@@ -41,7 +41,7 @@ def unintended(arms: Sequence[Arm], root: Path | None) -> list[str]:
 
 
 def _varied(arms: Sequence[Arm], root: Path | None) -> frozenset[str] | None:
-    """Return the fields that the grid of the runs varies; None where no grid says."""
+    """Return the fields that the grid of the runs varies; None if the runs are of no grid."""
     if root is None or not (root / plan.FILE).is_file():
         return None
     try:
@@ -68,7 +68,7 @@ def _derived(arm: Arm, field: str) -> bool:
 
 
 def _starts(arms: Sequence[Arm], varied: frozenset[str]) -> list[str]:
-    """Return warnings of how the arms were started, by their run.json, all starts of an arm together."""
+    """Return a warning for each way in which the arms were started differently, by all starts in their run.json."""
     known = [arm for arm in arms if arm.starts]
     if not known:
         return []

@@ -1,4 +1,4 @@
-"""Say in sentences, by stated rules, what the numbers of a comparison show."""
+"""State what the numbers of a comparison show, in sentences and by fixed rules."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _NOT_DATA = ("data.prefetch", "data.workers", "data.cache_dir")  # change neithe
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """Holds one line of the report's summary; a warning is set apart."""
+    """Holds one line of the report's summary, and whether it is a warning, which is shown apart."""
 
     text: str
     warning: bool = False

@@ -21,7 +21,7 @@ MAX_BYTES = 1 << 28  # of each split; 65 792 probabilities are settled long befo
 
 @dataclasses.dataclass(frozen=True)
 class Baselines:
-    """Holds bits per byte of the two models; None, with the reason, where they cannot be had."""
+    """Holds bits per byte of the two models; None, with the reason, if they cannot be computed."""
 
     unigram: float | None
     bigram: float | None

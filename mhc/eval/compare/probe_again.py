@@ -1,4 +1,4 @@
-"""Take the probe of a run again from a checkpoint, also under another convention of its kind's projection."""
+"""Repeat a run's probe on a checkpoint, also under another convention of its kind's projection."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def probe_run(loaded: LoadedRun, preset: str | None = None) -> dict[str, np.ndar
 
 
 def under_convention(loaded: LoadedRun, preset: str) -> LoadedRun:
-    """Return a run as another convention of its kind's projection sees it.
+    """Return a run whose maps are projected by another convention of its kind.
 
     Its residual logits stand in the order of that convention, so that the same matrices are projected, and only the
     order of the divisions differs. Raises ValueError where the kind has no conventions.

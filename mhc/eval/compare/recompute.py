@@ -1,4 +1,4 @@
-"""Recompute gains from checkpoints: a check on what the training loop logged, and the view of other conventions."""
+"""Recompute gains from checkpoints, to check what the training loop logged and to see them under other conventions."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def recompute(arm: Arm) -> Recomputed:
 
 
 def gain_difference(recomputed: Mapping[str, Any], logged: Mapping[str, Any]) -> float | None:
-    """Return the largest |a − b| / |b| over the entries of every gain key of ``logged`` (b).
+    """Return the largest |a − b| / |b| over the entries of every gain key; b are the ``logged`` gains.
 
     Infinity where a key or its shape does not match; None without gain keys. Equal non-finite entries do not differ.
     """

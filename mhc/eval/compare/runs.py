@@ -1,4 +1,4 @@
-"""Read run folders: find those that are runs, and what their logs say."""
+"""Read run folders: find the runs among some folders, and load their logs."""
 
 from __future__ import annotations
 
@@ -199,7 +199,7 @@ def load(paths: Sequence[str | os.PathLike[str]]) -> tuple[Path | None, list[Arm
 
 
 def measures(arm: Arm) -> dict[str, Any]:
-    """Return what summary.json says of one arm; None where the run does not tell, or was too short to be judged.
+    """Return one arm's entries for summary.json; None for what the run does not tell or was too short to be judged on.
 
     Everything that the logs hold is computed from them; ``seconds``, ``params`` and ``exit_reason`` come from the
     run's own summary.
@@ -267,7 +267,7 @@ def reference_arms(arm: Arm, arms: Sequence[Arm]) -> list[Arm]:
 
 
 def is_plain(arm: Arm) -> bool:
-    """Return whether an arm computes x' = x + F(x), which the others are measured against."""
+    """Return whether an arm computes x' = x + F(x), the residual that all others are measured against."""
     kind = kinds.known().get(arm.kind)
     if kind is None or not kind.is_plain:
         return False
@@ -275,7 +275,7 @@ def is_plain(arm: Arm) -> bool:
 
 
 def material(field: str) -> bool:
-    """Return whether a field of the configuration can change the numbers of a run."""
+    """Return whether a field of the configuration can change a run's numbers."""
     return not any(field.startswith(entry) if entry.endswith(".") else field == entry for entry in IMMATERIAL)
 
 
@@ -307,7 +307,7 @@ def _resolved(path: str | os.PathLike[str]) -> Folder:
 
 
 def _named(folder: Folder) -> Path:
-    """Return a folder as a local path that a name can be cut from: those in a store are under /gs."""
+    """Return a folder as a local path, from which names are made; a folder in a store is put under /gs."""
     return folder if isinstance(folder, Path) else Path(*folder.parts)
 
 

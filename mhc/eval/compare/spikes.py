@@ -1,10 +1,10 @@
-"""Read spikes of runs, what led up to them and what was done off events.jsonl, of older runs off the metrics.
+"""Read from events.jsonl (in older runs from the metrics) spikes, what led up to them, and what was done about them.
 
 A *loss event* is a run of flagged steps, no more than ``GAP`` apart, at least one of which has a flagged loss or
 something non-finite; its step is the first such one. A *crossing* is a monitor passing its threshold: the z-score of
 the gradient norm, or a measure of the probes (``mhc.monitor.guard``). A crossing *leads* a loss event that comes at
-most a window later. One that comes after the loss, up to a window behind the event, is *late*: a consequence. One so
-near the end, or to a rewind, that what would have followed is not known is *undecided*. Any other is a *false alarm*.
+most a window later. One that comes after the loss, up to a window behind the event, is *late*: a consequence. One is
+*undecided* if the end or a rewind came too soon to see what would have followed. Any other is a *false alarm*.
 
 A rewind undoes the steps after the one that it goes back to: what crossed there cannot lead what comes after it. Events
 of undone steps still count, since they happened.
@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from mhc.config import GuardConfig
+from mhc.eval.common.events import flags_loss, lead_window
 from mhc.eval.common.words import listed
 from mhc.eval.compare.runs import Arm
 from mhc.monitor.guard import COLLAPSING, MONITORS, ProbeWatch
@@ -69,12 +70,12 @@ class Episode:
 
     @property
     def step(self) -> int:
-        """Return the step at which it is marked."""
+        """Return the step at which figures mark the episode."""
         return self.first if self.loss_step is None else self.loss_step
 
     @property
     def leader(self) -> str | None:
-        """Return the monitor that crossed first, of those within the window; None: none did."""
+        """Return the monitor that crossed first within the window; None if none did."""
         return max(self.leads, key=lambda name: self.leads[name]) if self.leads else None
 
 
@@ -127,8 +128,8 @@ class MonitorRecord:
 
 
 def window_of(arm: Arm) -> int:
-    """Return the number of steps within which a crossing counts as having led: two probes, and at least 32."""
-    return max(32, 2 * int(arm.flat.get("monitor.probe_every") or 0))
+    """Return the number of steps within which a crossing counts as leading: two probes, and at least 32."""
+    return lead_window(int(arm.flat.get("monitor.probe_every") or 0))
 
 
 def history(arm: Arm) -> History:
@@ -200,7 +201,7 @@ def history(arm: Arm) -> History:
 
 
 def unjudged(histories: Sequence[History]) -> list[str]:
-    """Return sentences on the arms, and the first steps of others, that had too little history to be judged.
+    """Return sentences that name the arms, and the first steps of arms, with too little history to be judged.
 
     What is not finite is flagged in any case.
     """
@@ -226,7 +227,7 @@ def unjudged(histories: Sequence[History]) -> list[str]:
 
 
 def monitors(histories: Sequence[History]) -> list[MonitorRecord]:
-    """Return a record of each monitor that crossed anywhere; where there are loss events, of every monitor."""
+    """Return a record of each monitor that crossed in any arm; if there are loss events, of every monitor."""
     events = [episode for one in histories for episode in one.loss_events]
     out = []
     for name in NAMES:
@@ -266,7 +267,7 @@ def _episode(
     rewinds: int,
 ) -> Episode:
     finite = all(event["event"] == "spike" for event in flagged)
-    of_loss = [event for event in flagged if event["event"] == "nonfinite" or "loss" in event.get("flagged", ())]
+    of_loss = [event for event in flagged if flags_loss(event)]
     main = of_loss[0] if of_loss else flagged[0]
     step = int(main["step"])
     leads: dict[str, int] = {}

@@ -21,7 +21,7 @@ _EVENT = (
 
 
 def row_of(topology: Topology, comparison: Comparison) -> dict[str, Any]:
-    """Return what summary.json says of a topology; None stands for what is not known."""
+    """Return a topology's entries for summary.json; None stands for what is not known."""
     pair = next((pair for pair in comparison.pairs if pair.topology == topology.label), None)
     cost = relative_cost(topology, comparison.topologies) or (None, None)
     best = topology.best

@@ -207,7 +207,7 @@ def _groups(arms: Sequence[Arm]) -> dict[str, list[Arm]]:
 
 
 def _short(label: str, group: Sequence[Arm]) -> str:
-    """Return the label; an arm that differs in many fields from the others goes by its own name."""
+    """Return a topology's label; an arm that differs in many fields from the others keeps its own name."""
     return f"{group[0].kind} ({group[0].name})" if len(label) > _LONGEST_LABEL and len(group) == 1 else label
 
 

@@ -85,7 +85,7 @@ def summary(comparison: Comparison, statements: Sequence[Finding]) -> dict[str, 
 
 
 def _target(root: Path | None, out: str | Path | None) -> Path:
-    """Return the folder for the results. Raises UserError where something would be lost there."""
+    """Return the folder for the results. Raises UserError if something in it would be lost."""
     if out is not None and remote.is_remote(out):
         raise UserError(f"--out: given {out}, allowed: a local folder")
     target = root if out is None else Path(out).resolve()

@@ -3,8 +3,8 @@
     python -m eval.generate --checkpoint RUN --prompt "def main" [--max_new_tokens 200] [--temperature 0.8] [--seed 1]
     python -m eval.generate --checkpoint RUN/checkpoints/1000 --prompts prompts.txt --json out.json
 
-The text of one prompt appears as it is made. A file of prompts is worked off in batches of rows of different lengths;
-what a prompt gives is what it gives alone with the same seed, and the same at every call.
+The text of one prompt appears as it is made. The prompts of a file are completed in batches of rows of different
+lengths; a prompt's text is the one that it gets alone with the same seed, and the same at every call.
 
 A prompt opens with the tokeniser's bos, as documents do in training; the text ends at its eos, at a ``--stop_token``,
 before a ``--stop`` string, or after ``--max_new_tokens``. Prompts are read in chunks, so that their length costs no

@@ -45,7 +45,7 @@ class _Part(NamedTuple):
 
 @register_model("mhc")
 class LanguageModel(TemplateLM):
-    """Answers lm-eval's requests with a run's checkpoint: loglikelihood, loglikelihood_rolling, generate_until."""
+    """Answers the requests of lm-eval by a run's checkpoint: loglikelihood, loglikelihood_rolling, generate_until."""
 
     def __init__(
         self,
@@ -65,8 +65,8 @@ class LanguageModel(TemplateLM):
           checkpoint: a loaded one, or RUN or RUN/checkpoints/STEP; ``step`` and ``average`` go with a path.
           batch_size: rows at once; changes nothing but speed.
           max_length: tokens of context; None: the run's data.sequence_length.
-          max_gen_toks: of a generation, at most, whatever its task says; None: as the task says, or 256.
-          seed: of sampling, where a task asks for it.
+          max_gen_toks: the most tokens of a generation, whatever its task says; None: as the task says, or 256.
+          seed: the seed of sampling, for tasks that sample.
 
         Raises:
           UserError: no such run, or a length that the model has no positions for.
@@ -114,7 +114,7 @@ class LanguageModel(TemplateLM):
 
     @contextlib.contextmanager
     def _naming(self, requests: Sequence[Instance]) -> Iterator[None]:
-        """Name the document of a task whose text the tokeniser has no ids for."""
+        """Name the task's document in the error of a text that the tokeniser has no ids for."""
         try:
             yield
         except UserError:
@@ -197,14 +197,14 @@ class LanguageModel(TemplateLM):
         return answers
 
     def _note_lost(self, texts: Sequence[str]) -> None:
-        """Warn where bits per byte, which lm-eval makes of these, count text that the tokeniser loses."""
+        """Warn if lm-eval's bits per byte would count text that the tokeniser loses."""
         size = sum(len(text.encode()) for text in texts)
         share = sum(map(self._tokenizer.lost, texts)) / max(size, 1)
         if why := fidelity.why_withheld(share, self.checkpoint.config.data.tokenizer):
             _log.warning("%s: those of these tasks, and their word and byte perplexities, are not comparable", why)
 
     def _batches(self, lengths: Sequence[int]) -> Iterator[tuple[list[int], int, int]]:
-        """Yield (items, rows, width) of batches of alike length, the longest first: what does not fit shows at once."""
+        """Yield (items, rows, width) of batches of similar length, longest first: too little memory shows at once."""
         order = sorted(range(len(lengths)), key=lambda item: -lengths[item])
         for first in range(0, len(order), self.batch_size):
             items = order[first : first + self.batch_size]
@@ -212,7 +212,7 @@ class LanguageModel(TemplateLM):
             yield items, rows, min(padded(lengths[items[0]]), self.max_length)
 
     def _rows(self, parts: Sequence[_Part]) -> Iterator[Mapping[str, np.ndarray]]:
-        """Yield batches for ``Scorer.each``; also requests and weights, of those rows that are not filling."""
+        """Yield batches for ``Scorer.each``, with the requests and weights of the rows that are not filling."""
         for items, rows, width in self._batches([len(part.tokens) - 1 for part in parts]):
             batch = self._empty(rows, width) | {"targets": np.zeros((rows, width), np.int32)}
             weights = np.zeros((rows, width), bool)
@@ -256,7 +256,7 @@ class LanguageModel(TemplateLM):
             batch["prefix"][row] = min(self.checkpoint.config.attention.prefix, context)
 
     def room(self, new: int) -> int:
-        """Return the tokens of context that go with so many new ones. Raises UserError where none does."""
+        """Return how many tokens of context fit beside so many new ones. Raises UserError if none does."""
         if new >= self.max_length:
             raise UserError(
                 f"{new} new tokens leave no room in a context of {self.max_length}; allowed: --max_gen_toks of at most "
@@ -305,7 +305,7 @@ class LanguageModel(TemplateLM):
 
 
 class Generation(NamedTuple):
-    """Describes how a task wants its text."""
+    """Describes how a task wants its text generated."""
 
     sampling: Sampling
     stop: tuple[str, ...]
@@ -360,7 +360,7 @@ _NEUTRAL: Mapping[str, Any] = {
 
 
 def generation(arguments: Mapping[str, Any], limit: int | None) -> Generation:
-    """Read a task's generation_kwargs; what asks for nothing passes.
+    """Read a task's generation_kwargs, leaving out options that ask for nothing.
 
     Raises: UserError for one that would change the text and is not known here, or a value that is none.
     """

@@ -122,7 +122,7 @@ SEED = 1234  # lm-eval's own, of examples and of numpy
 
 
 def _of_folder(index: Mapping[str, Any], folder: Path) -> list[str]:
-    """Return the groups of a folder, and its tasks that are in none of them. Raises UserError where it has none."""
+    """Return the groups of a folder, and its tasks that are in none of them. Raises UserError if it has neither."""
     here = [
         name
         for name, entry in index.items()
@@ -139,7 +139,7 @@ def _of_folder(index: Mapping[str, Any], folder: Path) -> list[str]:
 
 
 def _of_file(file: str) -> Any:
-    """Return the entry of a YAML file. Raises UserError where it is none."""
+    """Return the entry of a YAML file. Raises UserError if the file describes no task."""
     from lm_eval.tasks._index import TaskIndex
 
     if not Path(file).is_file():
@@ -245,7 +245,7 @@ def runnable(tasks: Tasks, model: LanguageModel, *, unsafe: bool) -> Tasks:
 
 
 def missing_lines(tasks: Tasks) -> list[str]:
-    """Return a line for each task that was asked for and cannot run, or not as a whole."""
+    """Return a line for each task that was asked for and cannot run, as a whole or in part."""
     lines = []
     for name, leaves in tasks.asked.items():
         gone = [leaf for leaf in leaves if leaf in tasks.missing]

@@ -8,7 +8,7 @@
 
 profile and ablate read validation rows; their intervals (95 %) are percentiles over rows drawn with replacement. patch
 and attention read prompts, which open with the tokeniser's bos. Layers and heads are counted from 0; 3.1 is head 1 of
-layer 3. What is edited are activations of the pass: the checkpoint is only read.
+layer 3. Only activations of the pass are edited; the checkpoint is only read.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def _parser() -> cli.Parser:
 
 
 def _checked(options: Any) -> None:
-    """Refuse what needs no checkpoint to be refused, and fill in defaults. Raises UserError."""
+    """Check the arguments as far as that needs no checkpoint, and fill in defaults. Raises UserError."""
     if options.view not in VIEWS:
         raise UserError(f"{options.view}: allowed: {', '.join(VIEWS)}{did_you_mean(options.view, VIEWS)}")
     given = {name for name in _DEFAULTS if getattr(options, name) is not None}
@@ -125,7 +125,7 @@ def _checked(options: Any) -> None:
 
 
 def _checked_with(config: Config, options: Any) -> None:
-    """Refuse what the run's config does not have, and find the ids of answers. Raises UserError."""
+    """Check the arguments against the run's config, and find the ids of answers. Raises UserError."""
     layers, heads = config.model.layers, config.attention.heads
     for layer, head in options.heads:
         if layer >= layers or head >= heads:
@@ -164,7 +164,7 @@ def _checked_with(config: Config, options: Any) -> None:
 
 
 def _next_token(config: Config, prompt: str, text: str | None, option: str) -> int | None:
-    """Return the id of the one token by which ``text`` goes on from the prompt; None without a text."""
+    """Return the id of ``text``, which must continue the prompt by one token; None without a text."""
     if text is None:
         return None
     tokenizer = tokenizer_of(config)

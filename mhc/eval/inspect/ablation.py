@@ -49,7 +49,7 @@ def random_heads(config: Config, count: int, draws: int, seed: int, without: Seq
 
 
 def mean_outputs(checkpoint: Checkpoint, rows: Rows, tell: Tell = lambda done, total: None) -> Means:
-    """Return the means over the tokens of rows of what heads and sublayers give."""
+    """Return the mean outputs of heads and sublayers over the tokens of some rows."""
 
     def run(decoder: Decoder, batch: dict[str, jax.Array]) -> dict[str, jax.Array]:
         valid = (batch["segment_ids"] > 0).astype(jnp.float32)
@@ -97,7 +97,7 @@ class Ablater:
         means: Means | None = None,
         tell: Tell = lambda done, total: None,
     ) -> Ablation:
-        """Return the change of loss that each case makes."""
+        """Return how each case changes the loss."""
         base = self.nll(edits_of(Case("none"), self._config))
         changes = []
         for number, case in enumerate(which):
@@ -115,5 +115,5 @@ def differs(change: Estimate, comparisons: int) -> np.ndarray:
 
 
 def chance(value: float, control: np.ndarray) -> float:
-    """Return the share of control draws with at least that change, the value counted as one of them: a p-value."""
+    """Return a p-value: the share of control draws with at least that change, the value itself counted as a draw."""
     return float((1 + np.sum(control >= value)) / (1 + len(control)))

@@ -1,4 +1,4 @@
-"""Patch activations of one prompt into the pass of another, one after the other."""
+"""Patch activations of one prompt into the forward pass of another, one at a time."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PATCHES = ("state", *SUBLAYERS, "head")
 
 
 class Patched(NamedTuple):
-    """Holds what a corrupted prompt gains by taking activations of a clean one of as many tokens."""
+    """Holds how far single activations of a clean prompt restore its answer in the pass of a corrupted prompt."""
 
     what: str  # of PATCHES
     clean: float  # logit of the answer less that of the other one after the clean prompt
@@ -49,7 +49,7 @@ def patch(
       clean: token ids.
       corrupted: as many token ids.
       what: one of PATCHES; ``state`` is the residual state before a block.
-      answer: the token whose logit after the last token counts for; None: the most probable one after ``clean``.
+      answer: the token whose logit after the last token counts in favour; None: the most probable one after ``clean``.
       other: the token whose logit counts against; None: the most probable one after ``corrupted``.
       batch_size: rows at once; one of them is the clean prompt.
       tell: called with how many patches are done, and of how many.

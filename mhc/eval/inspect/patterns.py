@@ -17,7 +17,7 @@ from mhc.model.decoder import Decoder, SublayerView
 
 
 class Pattern(NamedTuple):
-    """Holds what a head's queries attend to."""
+    """Holds the attention weights of a head's queries."""
 
     layer: int
     head: int

@@ -29,13 +29,13 @@ class Profile(NamedTuple):
 
 
 def profile(checkpoint: Checkpoint, rows: Rows, tell: Tell = lambda done, total: None) -> Profile:
-    """Return sizes of activations and statistics of attention; padding counts nowhere."""
+    """Return sizes of activations and statistics of attention, without padding."""
 
     def run(decoder: Decoder, batch: dict[str, jax.Array]) -> dict[str, jax.Array]:
         valid = batch["segment_ids"] > 0
 
         def over_tokens(values: jax.Array) -> jax.Array:
-            """Return [B, ...] of [B, ..., T]."""
+            """Return the mean over the tokens of each row: [B, ..., T] -> [B, ...]."""
             shape = (valid.shape[0], *(1,) * (values.ndim - 2), valid.shape[1])
             return jnp.sum(jnp.where(valid.reshape(shape), values, 0.0), axis=-1)
 

@@ -25,7 +25,7 @@ def ids_of(tokenizer: Tokenizer, text: str, option: str) -> list[int]:
 
 
 def label_of(tokenizer: Tokenizer, token: int) -> str:
-    """Return a token as a picture can show it: a space as ·, what is no Latin text by its number."""
+    """Return a token's label for a picture: a space is ·, and a token that is no Latin text is its number."""
     if token in (tokenizer.bos_id, tokenizer.eos_id):
         return "bos" if token == tokenizer.bos_id else "eos"
     text = tokenizer.decode([token]).replace(" ", "·").replace("\n", "\\n").replace("\t", "\\t")

@@ -1,4 +1,4 @@
-"""Read the rows that are looked into, and run observers over them."""
+"""Read the rows that a model is inspected on, and run observers over them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Rows(NamedTuple):
     documents: int  # with a scored target
 
     def sums(self, name: str) -> np.ndarray:
-        """Return the number of tokens of each row [R] that it has ("segment_ids") or that are scored ("counted")."""
+        """Return how many tokens each row [R] has ("segment_ids"), or how many are scored ("counted")."""
         return np.concatenate([(batch[name] > 0).sum(axis=1) for batch in self.batches])[self.there]
 
 
@@ -55,7 +55,7 @@ def observed(decoder: Decoder, batch: dict[str, jax.Array], observe: Observer) -
 
 
 def over(program: Program, rows: Rows, tell: Tell) -> list[Any]:
-    """Return what a program gives for the inputs of each batch, on the host."""
+    """Return a program's results for the inputs of each batch, on the host."""
     parts = []
     for number, batch in enumerate(rows.batches):
         parts.append(jax.device_get(program(program.put({name: batch[name] for name in INPUTS}))))

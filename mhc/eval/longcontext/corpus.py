@@ -14,7 +14,7 @@ from mhc.eval.longcontext.sentences import Ids
 
 
 class Haystack:
-    """Reads documents end to end, from anywhere, round and round."""
+    """Reads documents end to end, from any place, and from the first again after the last."""
 
     def __init__(self, document: Callable[[int], Ids], count: int, separator: Ids):
         """Take the documents.
@@ -49,7 +49,7 @@ class Haystack:
 
 
 class Corpus(NamedTuple):
-    """Holds a split, as documents and end to end."""
+    """Holds a split, as single documents and as one text laid end to end."""
 
     documents: Callable[[int], np.ndarray]  # number -> bos, ids, and eos unless it goes on elsewhere
     sizes: np.ndarray | None  # about the bytes (ids) of each document, where known
@@ -93,7 +93,7 @@ def rows_at_once(tokens: int, length: int) -> int:
 
 
 def fill_row(batch: dict[str, np.ndarray], row: int, ids: np.ndarray) -> None:
-    """Write a document of n + 1 ids into a row, as n pairs of input and target."""
+    """Fill a row with n + 1 ids of a document, as n pairs of input and target."""
     pairs = len(ids) - 1
     batch["tokens"][row, :pairs], batch["targets"][row, :pairs] = ids[:-1], ids[1:]
     batch["segment_ids"][row, :pairs], batch["positions"][row, :pairs] = 1, np.arange(pairs)

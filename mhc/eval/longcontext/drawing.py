@@ -50,7 +50,7 @@ def _draw_needles(result: dict[str, Any], name: str, number: int, folder: Path) 
 
 
 def _draw_losses(losses: Sequence[tuple[str, int, dict[str, Any]]], folder: Path) -> Path:
-    """Draw a row of each checkpoint, its losses and their differences, from (name, trained length, loss)."""
+    """Draw a row of panels for each checkpoint, its losses and their differences, from (name, trained length, loss)."""
     labels = list(dict.fromkeys(series["scaling"] for _, _, loss in losses for series in loss["series"]))
     looks = dict(zip(labels, palette(len(labels)), strict=True))
     columns = 2 if any(len(loss["series"]) > 1 for _, _, loss in losses) else 1

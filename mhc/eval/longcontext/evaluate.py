@@ -65,7 +65,7 @@ class ModelScore:
 
 
 class Evaluated(NamedTuple):
-    """Holds what is known of a checkpoint."""
+    """Holds the results of all parts for a checkpoint."""
 
     report: dict[str, Any]  # for JSON
     samples: dict[str, np.ndarray]  # by measure, one value a sample or document: what pairs checkpoints
@@ -73,7 +73,7 @@ class Evaluated(NamedTuple):
 
 
 def evaluate(checkpoint: Checkpoint, options: argparse.Namespace) -> Evaluated:
-    """Return all parts that are asked for. Raises UserError for a corpus that cannot be read."""
+    """Return the results of the parts that the options name. Raises UserError for a corpus that cannot be read."""
     config = checkpoint.config
     corpus = open_corpus(config, options.split)
     lengths, limit = (options.lengths, None) if options.lengths else default_lengths(config)
@@ -120,7 +120,7 @@ def evaluate(checkpoint: Checkpoint, options: argparse.Namespace) -> Evaluated:
 def difference(evaluated: Evaluated, first: Evaluated) -> list[dict[str, Any]]:
     """Return differences to the first checkpoint, paired by sample (of the mean over depths) or document.
 
-    There are none where the two read other text.
+    There are none if the two read different text.
     """
     if evaluated.identity != first.identity:
         return []
@@ -186,7 +186,7 @@ def _needle_parts(
 def _in_the_first_that_holds_it(
     part: str, exam: needles.Exam, lengths: Sequence[int], notes: list[str]
 ) -> dict[str, Any]:
-    """Return the part for the first of the lengths that its sentences fit in; {} where they fit in none."""
+    """Return the part's results for the first of the lengths that its sentences fit in; {} if they fit in none."""
     needed = 0
     for length in lengths:
         try:

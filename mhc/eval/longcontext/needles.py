@@ -20,14 +20,14 @@ _PERMUTATIONS = 2000
 
 
 class Row(NamedTuple):
-    """Holds what a model is given."""
+    """Holds a row that a model scores: the context, and the value that follows it."""
 
     context: Ids  # all before the value, bos first
     value: Ids  # [M]
 
 
 class ValueScore(NamedTuple):
-    """Holds what a model makes of a value."""
+    """Holds a model's score of a value."""
 
     log_prob: float  # nats, summed over the value's tokens
     exact: bool  # whether each of its tokens is the most probable one: greedy decoding would give the value
@@ -37,7 +37,7 @@ Score = Callable[[Iterable[Row]], Sequence[ValueScore]]  # rows of one call are 
 
 
 class TooShort(Exception):
-    """Raised where a question does not fit; ``needed``: tokens that the longest one takes without any other text."""
+    """Reports that a question does not fit; ``needed``: how many tokens the longest one takes without other text."""
 
     def __init__(self, needed: int):
         super().__init__(needed)
@@ -60,7 +60,7 @@ class Question:
         return 1 + sum(map(len, self.sentences)) + len(self.query) + self.candidates.shape[1]
 
     def context(self, haystack: Haystack, length: int, bos: int, without: int | None = None) -> Ids:
-        """Return all before the value, so long that with it there are ``length`` tokens.
+        """Return everything before the value, so long that there are ``length`` tokens with the value.
 
         Args:
           without: the number of a sentence that is left out, with more text in its place.
@@ -86,7 +86,7 @@ def offset_of(depth: float, room: int) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Exam:
-    """Describes what is the same for all questions."""
+    """Describes what all questions of an evaluation share."""
 
     language: Language
     haystack: Haystack
@@ -104,7 +104,7 @@ class Exam:
             raise TooShort(needed)
 
     def draw(self, task: int, sample: int) -> np.random.Generator:
-        """Return the randomness of a sample: the same whatever the length, the depth and the model."""
+        """Return the random generator of a sample: the same whatever the length, the depth and the model."""
         return np.random.default_rng([self.seed, task, sample])
 
 
@@ -128,7 +128,7 @@ class Answers(NamedTuple):
 
 
 class Asked(NamedTuple):
-    """Holds what is asked for one question."""
+    """Holds the rows that are scored for one question."""
 
     context: Ids
     candidates: Ids
@@ -161,7 +161,7 @@ def ask(every: Sequence[Asked], score: Score) -> Answers:
 
 
 def cell(answers: Answers) -> dict[str, Any]:
-    """Return what is said of samples [n]: means with 95 % intervals, Wilson's of shares, bootstrap of nats."""
+    """Return the means over samples [n] with 95 % intervals: Wilson's for shares, bootstrap for nats."""
 
     def share(values: np.ndarray) -> Bounds:
         return bounds(float(values.mean()), *share_interval(float(values.sum()), len(values)))
@@ -276,7 +276,7 @@ def _asked(exam: Exam, questions: Iterable[Question], length: int, without: int)
 
 
 def position_bias(values: np.ndarray, depths: Sequence[float]) -> dict[str, Any]:
-    """Return what the depth of the same evidence in the same text does to a measure [samples, depths]; more is better.
+    """Return how the depth of the same evidence in the same text changes a measure [samples, depths]; more is better.
 
     The spread is that between the best and the worst depth's mean. Both are picked by the samples that then measure
     them, so that it is never 0: ``p`` is the share of permutations of each sample's depths that spread at least as far.

@@ -20,7 +20,7 @@ _ENOUGH = 8  # documents that fill a row: with fewer, intervals would say little
 
 
 class LossRows(NamedTuple):
-    """Holds what is read: every row fills the length, so that all positions are of the same rows."""
+    """Holds the rows that are read: every row fills the length, so that all positions come from the same rows."""
 
     ids: np.ndarray  # int32 [D, R, L + 1]: R rows of each of D documents
     joined: bool  # documents end to end, R = 1; otherwise a row is a stretch of one document

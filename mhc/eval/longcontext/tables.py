@@ -1,4 +1,4 @@
-"""Put what is known of a checkpoint into tables."""
+"""Put the results for a checkpoint into tables."""
 
 from __future__ import annotations
 

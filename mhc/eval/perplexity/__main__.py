@@ -4,9 +4,9 @@
     python -m eval.perplexity --checkpoint runs/plain runs/hc runs/mhc --rows 0 --out report
     python -m eval.perplexity --checkpoint runs/a --config.data.source='text:books/*.txt' --stride 256 --average 5
 
-By default the rows that the run's own validation read, packed as there, so that the loss is the one of its metrics;
-``--rows 0`` takes the whole split. With ``--stride S`` every document is read alone, by windows of the sequence length
-of which each scores its last S tokens: all but the first ones have at least T - S tokens of context.
+By default it scores the rows that the run's own validation read, packed as there, so that the loss is that of the run's
+metrics; ``--rows 0`` takes the whole split. With ``--stride S`` every document is read alone, by windows of the
+sequence length of which each scores its last S tokens: all but the first ones have at least T - S tokens of context.
 
 Every target token counts once and the same. Intervals (95 %) are percentiles over documents drawn with replacement;
 several checkpoints are scored on the same documents, and their differences are paired by document.

@@ -1,4 +1,4 @@
-"""Score checkpoints on a corpus, and say what was found: measures with intervals, differences, loss by context."""
+"""Score checkpoints on a corpus, and report measures with intervals, differences, and loss by context."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Sums(NamedTuple):
 
 
 class Measures(NamedTuple):
-    """Holds what is said of a corpus; each token counts the same. Numbers, or arrays of one shape."""
+    """Holds measures of a corpus, in which each token counts the same: numbers, or arrays of one shape."""
 
     loss: np.ndarray  # nats per token
     perplexity: np.ndarray
@@ -43,7 +43,7 @@ def measures(nll: np.ndarray, tokens: np.ndarray, size: np.ndarray) -> Measures:
 
 
 class Scored(NamedTuple):
-    """Holds what a checkpoint scored."""
+    """Holds the scores of a checkpoint."""
 
     name: str
     kind: str  # of the residual
@@ -108,7 +108,7 @@ def estimates(sums: Sums) -> dict[str, Estimate]:
 
 
 def summary(scored: Scored, first: Scored | None) -> dict[str, Any]:
-    """Return what is said of a checkpoint: measures with intervals, loss by position, difference to the first one."""
+    """Return a checkpoint's results for JSON: measures with intervals, loss by position, difference to the first."""
     context, (nll, tokens) = np.arange(1, len(scored.by_position) + 1), scored.by_position.T
     out = {
         "checkpoint": scored.name,
@@ -133,7 +133,7 @@ def summary(scored: Scored, first: Scored | None) -> dict[str, Any]:
 
 
 def difference(scored: Scored, first: Scored) -> dict[str, Any] | None:
-    """Return bits per byte less those of the first, paired by document; nats per token where the corpus is of ids.
+    """Return bits per byte minus those of the first, paired by document; nats per token if the corpus is of ids.
 
     It is in nats per token also where a tokeniser loses text. None where the two did not score the same documents, or
     not the same number of tokens (bytes) of each.

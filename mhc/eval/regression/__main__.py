@@ -109,7 +109,7 @@ def _top_k(options: argparse.Namespace, config: Config) -> int:
 
 
 def _check_comparable(config: Config, against: str, vocabulary: int, tokenizer: str, longest: int) -> None:
-    """Refuse a model that cannot read the reference's rows, or whose logits are of other tokens. Raises UserError."""
+    """Refuse a model that cannot read the reference's rows, or has logits for other tokens. Raises UserError."""
     from mhc.data import tokenizers
 
     if vocabulary != config.vocab_size:

@@ -1,4 +1,4 @@
-"""Compare the outputs of two models for the same tokens: what differs, and in which layer first."""
+"""Compare the outputs of two models for the same tokens, and find the first layer in which they differ."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def _apart(where: str, ours: np.ndarray, theirs: np.ndarray) -> dict[str, Any]:
 
 @np.errstate(invalid="ignore")  # what is not finite differs, and is no error here
 def compare(outputs: Outputs, reference: Outputs, tolerance: float) -> dict[str, Any]:
-    """Return what differs, and from where on: JSON but for arrays.
+    """Return what differs, and from which place on, as JSON except for arrays.
 
     Both outputs are of the same rows, and hold the logits of the same tokens.
     """
@@ -141,7 +141,7 @@ def _words(value: object) -> str:
 
 
 def text(result: dict[str, Any]) -> str:
-    """Return what is printed of a comparison."""
+    """Return a comparison as the text that is printed."""
 
     def interval(estimate: dict[str, Any], digits: str) -> str:
         if estimate["low"] is None:

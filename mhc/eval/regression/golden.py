@@ -42,7 +42,7 @@ def save(file: Path, outputs: Outputs) -> None:
 
 
 def read(file: Path) -> Outputs:
-    """Return the content of a golden file. Raises UserError where it is none, is damaged, or is of another format."""
+    """Return the content of a golden file. Raises UserError for any other file, a damaged one, or another format."""
     try:
         with file.open("rb") as stream, np.load(stream, allow_pickle=False) as opened:
             arrays = {name: opened[name] for name in opened.files}
@@ -65,7 +65,7 @@ def read(file: Path) -> Outputs:
 
 
 def _inconsistent(outputs: Outputs) -> str:
-    """Return in words what of a golden file contradicts the rest; "" where nothing does."""
+    """Return in words which entry of a golden file contradicts the others; "" if none does."""
     rows, logits, vocabulary = outputs.rows, outputs.logits, outputs.about["vocabulary"]
     if rows.tokens.ndim != 2 or len({part.shape for part in rows}) > 1:
         return "tokens, segments and positions differ in shape"

@@ -30,7 +30,7 @@ class Logits(NamedTuple):
 
 
 class Outputs(NamedTuple):
-    """Holds what a model gave for some rows: the content of a golden file."""
+    """Holds a model's outputs for some rows: the content of a golden file."""
 
     about: dict[str, Any]  # format, checkpoint, steps, config, tokenizer (hash), vocabulary, points, versions, device
     rows: Rows

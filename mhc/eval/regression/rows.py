@@ -21,7 +21,7 @@ PROMPTS = (
 
 
 class Rows(NamedTuple):
-    """Holds what the model reads, int32 [R, T] each; padding has segment 0."""
+    """Holds the rows that the model reads, int32 [R, T] each; padding has segment 0."""
 
     tokens: np.ndarray
     segment_ids: np.ndarray
@@ -29,7 +29,7 @@ class Rows(NamedTuple):
 
     @property
     def valid(self) -> np.ndarray:
-        """Return which M places are no padding: bool [R, T]."""
+        """Return bool [R, T]: which places hold tokens and no padding; M of them do."""
         return self.segment_ids > 0
 
 

@@ -3,7 +3,7 @@
     python -m eval.windtunnel --checkpoint runs/plain runs/hc runs/mhc --out report
 
 writes windtunnel.html with its figure, and windtunnel.json. Runs of several seeds are compared topology by topology,
-paired by seed.
+paired by seed. ``--leads`` is a program of its own: `mhc.eval.windtunnel.leads.program`.
 """
 
 from __future__ import annotations
@@ -16,14 +16,18 @@ from mhc import cli
 from mhc.errors import UserError
 from mhc.eval.common import checkpoints
 from mhc.eval.windtunnel import sections
+from mhc.eval.windtunnel.leads import program
 
 MOST = 48  # checkpoints of one comparison
 
 
 def main(arguments: Sequence[str]) -> int:
     """Run the command line; returns the exit code. Raises UserError for a mistake."""
+    if any(argument.partition("=")[0] == program.OPTION for argument in arguments):
+        return program.main(arguments)
     parser = cli.Parser(
-        description="Compare models' beliefs with the exact posterior of their task.",
+        description="Compare models' beliefs with the exact posterior of their task. --leads DIR --out DIR asks "
+        "instead which measure leaves its band before the loss, over the runs of a grid (see --leads --help).",
         example="{prog} --checkpoint runs/plain runs/mhc --out report",
         fields=checkpoints.FIELDS,
     )

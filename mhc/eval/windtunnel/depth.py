@@ -50,13 +50,13 @@ class Depth(NamedTuple):
 
 
 def targets(posterior: Float64[np.ndarray, "B P C"]) -> Float64[np.ndarray, "B P E"]:
-    """Return what a probe reads, in bits: the posterior's entropy, then log2 max(p_c, 0.01 / C) of each class."""
+    """Return the targets of a probe, in bits: the posterior's entropy, then log2 max(p_c, 0.01 / C) of each class."""
     floored = np.maximum(posterior, FLOOR / posterior.shape[-1])
     return np.concatenate([entropy_bits(posterior)[..., None], np.log2(floored)], axis=-1)
 
 
 def parts(sequences: int) -> tuple[range, range, range]:
-    """Return the numbers of the sequences to score, to fit on, and to choose the penalty by; no two share one.
+    """Return the numbers of the sequences to score, to fit on, and to choose the penalty by; no two parts overlap.
 
     The first are those that the belief is measured on. Twice as many come after them for the fit, a quarter of which
     choose the penalty.
@@ -101,7 +101,7 @@ def probe(checkpoint: Checkpoint, task: Task, sequences: int) -> Depth:
 
 
 class _Batches:
-    """Runs a checkpoint over sequences; hands on the features and targets of some at a time."""
+    """Runs a checkpoint over sequences, and yields the features and targets of some at a time."""
 
     def __init__(self, checkpoint: Checkpoint, task: Task) -> None:
         self._task, self._program = task, Program(checkpoint, _views)

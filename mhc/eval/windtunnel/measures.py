@@ -1,6 +1,6 @@
 """Measure how far a model's distribution is from the exact posterior: in entropy, in KL divergence, in support.
 
-An entropy alone can be right on the wrong support, and a mean of entropies can be right where no sequence is: so the
+An entropy alone can be right on the wrong support, and a mean of entropies can be right although no sequence is. So the
 error of entropy is taken for each sequence and place, and stands beside the divergence and the total variation.
 """
 
@@ -73,7 +73,7 @@ def optimum(posterior: Float64[np.ndarray, "B P C"]) -> float:
 def without_context(posterior: Float64[np.ndarray, "B P C"]) -> Distances:
     """Return the distances of the best predictor that sees no context: the mean posterior of each place.
 
-    A control below it leaks.
+    A control that does better than this sees context, by a leak.
     """
     mean = posterior.mean(axis=0, keepdims=True)
     with np.errstate(divide="ignore"):

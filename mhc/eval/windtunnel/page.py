@@ -22,7 +22,7 @@ CONTROL = "control without context"
 
 
 class Found(NamedTuple):
-    """Holds all that was measured of a checkpoint."""
+    """Holds all measurements of a checkpoint."""
 
     belief: Belief
     results: dict[str, Result]  # of the further measures, by name
@@ -62,12 +62,12 @@ def topologies(found: Sequence[Found]) -> dict[str, dict[str, Any]]:
 
 
 def _pair(found: Found) -> tuple[str, tuple[int, int]]:
-    """Return what a run and the plain one that it is compared with have in common."""
+    """Return the key that a run shares with the plain run that it is paired with."""
     return found.belief.source, found.belief.seed
 
 
 def _scalars(found: Found) -> dict[tuple[str, str], float]:
-    """Return {(name of the further measure, or nothing for the belief, scalar): value}."""
+    """Return all scalars: {(name of the further measure, or nothing for the belief, scalar): value}."""
     belief = {("", name): float(getattr(found.belief.distances, field).mean()) for name, field in _FIELDS.items()}
     return belief | {
         (name, scalar): value for name, result in found.results.items() for scalar, value in result.scalars.items()

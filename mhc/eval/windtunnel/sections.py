@@ -1,4 +1,4 @@
-"""List what `eval.windtunnel` measures beside the belief, a row a measure.
+"""List what `eval.windtunnel` measures beside the belief, one row for each measure.
 
 Each measure is a module of this room with two functions: ``measure`` looks at one checkpoint, and ``page`` draws what
 it found of all of them. A new measure is such a module and a row of `SECTIONS`.
@@ -24,7 +24,7 @@ BELIEF = "belief"
 
 
 class Result(NamedTuple):
-    """Holds what a measure found of one checkpoint.
+    """Holds the result of one measure for one checkpoint.
 
     Attributes:
         scalars: compared between topologies: means over seeds, and differences from plain paired by seed. A value that
@@ -49,7 +49,7 @@ class Measure(Protocol):
     """Describes the module of a measure."""
 
     def measure(self, checkpoint: Checkpoint, task: Task, sequences: int) -> Result:
-        """Return what is found of a checkpoint on so many held-out sequences of a task that it fits."""
+        """Return the result for a checkpoint on so many held-out sequences of a task that it fits."""
         ...
 
     def page(self, results: Sequence[Shown], folder: Path) -> str:

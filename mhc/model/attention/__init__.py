@@ -3,7 +3,7 @@
 The two kinds of heads, ``HeadAttention`` (multi-head, grouped-query, multi-query) and ``LatentAttention`` (MLA), differ
 in their projections alone. Each call takes a context, which holds what all layers share: positions, segments, masks and
 rotary frequencies. It is an ``AttentionContext`` over whole rows and a ``CacheContext`` where a cache holds the past.
-``Tokenwise`` stands in their place in a control: no token of it sees another.
+``Tokenwise`` takes their place in a control, in which no token sees another.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Define what all kinds of heads share: everything around their queries, keys and values."""
+"""Define what all kinds of attention heads share; each kind adds its own projections to queries, keys and values."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Cache = dict[str, jax.Array]
 
 
 class Attention(nnx.Module):
-    """Runs attention over what ``project`` gives, which each kind of heads says for itself."""
+    """Runs attention over the queries, keys and values of ``project``, which each kind of heads defines."""
 
     def __init__(self, config: Config, *, key: PathKey):
         self.config = config
@@ -97,7 +97,7 @@ class Attention(nnx.Module):
         context: AttentionContext,
         change: Callable[[Float[Array, "B T H J"]], Float[Array, "B T H J"]] | None = None,
     ) -> Float[Array, "B T D"]:
-        """Return the output, in a model whose layers hand each other nothing; see ``remembering``."""
+        """Return the output, in a model whose layers have no memory; see ``remembering``."""
         return self.remembering(x, context, {}, change)[0]
 
     def remembering(
@@ -110,8 +110,8 @@ class Attention(nnx.Module):
         """Return (output, memory for the next layer).
 
         Args:
-          memory: what earlier layers' attention left.
-          change: gets the heads' results and returns what is joined instead.
+          memory: the arrays that earlier layers' attention left.
+          change: gets the heads' results and returns those to join in their place.
         """
         y, memory = self._attend(x, context, memory)
         y = kept(y)

@@ -148,7 +148,7 @@ class CacheContext:
     table: jax.Array | None
 
     def store(self, slots: jax.Array, new: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Return (slots [B, U, ...] with ``new`` [B, T, ...] written to its places, what is attended)."""
+        """Return (slots [B, U, ...] with ``new`` [B, T, ...] written to its places, keys or values to attend to)."""
         rows = jnp.arange(new.shape[0])[:, None]
         written = slots.at[rows, self.slots].set(new.astype(slots.dtype), mode="drop")
         return written, written if self.in_place else jnp.concatenate([slots, new.astype(slots.dtype)], axis=1)

@@ -160,7 +160,7 @@ def attend_flash(
 
 @functools.cache
 def _choose(impl: str, platform: str, dtype: str, lacks: tuple[tuple[str, str | None], ...]) -> str:
-    """Return the implementation, given what each lacks; cached, so that each choice is logged once."""
+    """Return the implementation, given what each one lacks; the cache makes each choice be logged once."""
     reason, chosen, lacking = "", impl, dict(lacks)
     if impl == "auto":
         wanted = {"gpu": "sdpa", "tpu": "flash"}.get(platform, "xla")

@@ -1,4 +1,4 @@
-"""Run a control without context: each token is computed from itself alone, by as many parameters as attention has."""
+"""Define a control without context: each token is computed from itself alone, with as many parameters as attention."""
 
 from __future__ import annotations
 

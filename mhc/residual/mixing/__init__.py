@@ -1,4 +1,4 @@
-"""Make H_res from a token's residual logits: one way a file, one for each relative of mhc.
+"""Make H_res from a token's residual logits; each file has the way of one relative of mhc.
 
 Reads, writes and gates of all of them are alike (``mhc.residual.manifold``). A ``Mixing`` says how many residual logits
 a token has, what bias they start from, and what H_res they give.
@@ -7,7 +7,8 @@ a token has, what bias they start from, and what H_res they give.
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar
+from collections.abc import Mapping
+from typing import ClassVar, Self
 
 import jax
 import jax.numpy as jnp
@@ -27,25 +28,68 @@ class Mixing:
 
     runner: ClassVar[type[ManifoldRunner] | None] = None
     """The same in numpy, for exported models; None: they are refused."""
+    exact: ClassVar[frozenset[str]] = frozenset()
+    """What holds of H_res to rounding, whatever the logits are: ``rows`` and ``columns`` sum to one; ``signs``: no
+    entry is negative; ``norm``: the spectral norm is at most 1; ``isometry``: H^T H = I."""
+    draws: ClassVar[bool] = False
+    """Whether the initial residual logits are random, so that every preset needs a key."""
+    from_zero: ClassVar[bool] = True
+    """Whether residual logits of zero, the presets ``fanin`` and ``v4``, can be trained from."""
 
     def logits(self, n: int) -> int:
-        """Return R, the number of residual logits of a token with N streams. Raises ValueError where N does not
-        exist."""
+        """Return R, the number of residual logits of a token. Raises ValueError for an N that it does not have."""
         raise NotImplementedError
 
     def initial(self, n: int, gap: float) -> jax.Array:
-        """Return the bias [R], float32, from which H_res starts near the identity: every other logit is ``gap``
-        lower."""
+        """Return the bias [R], float32, from which H_res starts near the identity.
+
+        The logits of the identity are ``gap`` above all others. Nothing calls this where ``start`` is overridden.
+        """
         raise NotImplementedError
 
+    def start(self, n: int, *, init: str, gap: float, key: jax.Array | None = None) -> jax.Array:
+        """Return the bias [R], float32, of the presets ``home`` and ``equivalent``.
+
+        Args:
+          gap: ``res_gap``, which ``equivalent`` takes. key: given where ``draws`` is True.
+        """
+        return self.initial(n, 8.0 if init == "home" else gap)
+
+    def gates(self, n: int) -> tuple[int, ...]:
+        """Return how many consecutive residual logits share each gate alpha after those of pre and post.
+
+        The numbers sum to R.
+        """
+        return (self.logits(n),)
+
+    def own(self) -> dict[str, jax.Array]:
+        """Return the initial values, float32, of parameters that a connection has beside phi, alpha and bias.
+
+        Their names are fields of the mixing: ``with_own`` puts the values there before H_res is computed.
+        """
+        return {}
+
+    def with_own(self, parameters: Mapping[str, jax.Array]) -> Self:
+        """Return this mixing with the values of a connection's own parameters."""
+        return dataclasses.replace(self, **parameters) if parameters else self
+
+    def check(self, n: int) -> None:
+        """Refuse an N that does not exist, or a mixing that lacks what it needs. Raises ValueError."""
+        self.logits(n)
+
+    def multiplies(self, n: int) -> int:
+        """Return the multiply-adds that make one H_res of its logits, where they are worth counting."""
+        return 0
+
     def order_under(self, other: Mixing, n: int) -> np.ndarray | None:
-        """Return the order [R] in which residual logits must stand for ``other``, the same mixing under another
-        convention, to project the same matrix; None: the order that they have."""
+        """Return the order [R] of residual logits under which ``other`` projects the same matrix.
+
+        ``other`` is the same mixing under another convention. None stands for the order that they have.
+        """
         return None
 
     def reference(self, logits: jax.Array, n: int) -> jax.Array:
-        """Return H_res [..., N, N] of logits [..., R], in the dtype of the logits: the mathematics, as it is
-        written."""
+        """Return H_res [..., N, N] of logits [..., R], in the dtype of the logits, as the definition writes it."""
         raise NotImplementedError
 
     def __call__(self, logits: jax.Array, n: int) -> jax.Array | None:

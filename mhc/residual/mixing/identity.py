@@ -24,6 +24,7 @@ class Identity(Mixing):
     """Keeps every stream as it is: H_res = I, R = 0."""
 
     runner = IdentityRunner
+    exact = frozenset({"rows", "columns", "signs", "norm", "isometry"})
 
     def logits(self, n: int) -> int:
         return 0

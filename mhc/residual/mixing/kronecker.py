@@ -29,6 +29,7 @@ class Kronecker(Mixing):
     """Computes H_res = U_1 (x) ... (x) U_K, N = 2^K, R = 2K: two logits a factor, its diagonal first."""
 
     runner = KroneckerRunner
+    exact = frozenset({"rows", "columns", "signs", "norm"})
 
     def logits(self, n: int) -> int:
         if n & (n - 1):

@@ -30,6 +30,7 @@ class Permutations(Mixing):
     """Computes H_res = sum_k a_k P_k with a = softmax(logits); R = N!, the identity first."""
 
     runner = PermutationsRunner
+    exact = frozenset({"rows", "columns", "signs", "norm"})
 
     def logits(self, n: int) -> int:
         if n > LARGEST:

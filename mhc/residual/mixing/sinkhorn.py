@@ -47,6 +47,7 @@ class Sinkhorn(Mixing):
     """Computes H_res = Sinkhorn(logits as [N, N]); R = N^2. Raises ValueError for options that ``sinkhorn`` refuses."""
 
     runner = SinkhornRunner
+    exact = frozenset({"rows", "signs"})
 
     sinkhorn: str = "paper"
     """The preset: see the function ``sinkhorn``."""

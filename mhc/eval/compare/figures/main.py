@@ -106,7 +106,7 @@ def grad_norm(gallery: Gallery) -> Sheet:
 def _curve(
     gallery: Gallery, sheet: Sheet, name: str, x: Floats, y: Floats, style: Style, *, geometric: bool = False
 ) -> None:
-    """Draw a smoothed series over its raw values; a cross where it stops being finite.
+    """Draw a smoothed series over its raw values, with a cross where it stops being finite.
 
     ``geometric`` smooths as the log scale shows it, so that one large value does not lift all its neighbours.
     """
@@ -269,7 +269,7 @@ def cost(gallery: Gallery) -> Sheet | None:
 
 
 def _points(gallery: Gallery, what: str) -> str:
-    """Return words for captions: what the points are; none are drawn of many arms."""
+    """Return words for captions that say what the points are; with many arms no points are drawn."""
     return "" if gallery.crowded else f"; {what}: validation"
 
 

@@ -108,7 +108,7 @@ class Gallery:
 
     @property
     def smoothing(self) -> str:
-        """Return words for captions: what is drawn of noisy curves."""
+        """Return words for captions that say how noisy curves are smoothed."""
         return "Smoothed" if self.crowded else "Every step in light lines, smoothed in full ones"
 
     @property
@@ -123,11 +123,11 @@ class Gallery:
         ]
 
     def probed(self, key: str) -> list[Series]:
-        """Return the series with probes that hold the key."""
+        """Return those series whose probes have a value under the key."""
         return [series for series in self.series if any(len(arm.probe(key)[0]) for arm in series.arms)]
 
     def mixing(self, key: str = "gain/forward_composite_mean") -> list[Series]:
-        """Return the series that mix streams and have probes that hold the key."""
+        """Return those series that mix streams and whose probes have a value under the key."""
         return [series for series in self.probed(key) if series.mixes]
 
 

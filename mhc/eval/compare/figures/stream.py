@@ -40,7 +40,7 @@ def _later_mean(values: Floats, axis: int) -> Floats:
 
 
 def _sublayer_gradients(arm: Arm, most: int = 160) -> tuple[Floats, Floats]:
-    """Return (steps, norms [P, S]): of the metrics the largest of every stretch of steps; of older runs the probes'."""
+    """Return (steps, norms [P, S]): the largest of each stretch of steps in the metrics; the probes' in older runs."""
     rows = [row for row in arm.metrics if row.get("grad_norm_by_sublayer")]
     if not rows:
         return arm.probe("grad/norm")

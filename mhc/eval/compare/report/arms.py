@@ -131,7 +131,7 @@ def _value(value: Any) -> str:
 
 
 def _name(arm: Arm, look: Mapping[str, Style]) -> str:
-    """Return the arm's name beside a piece of its line."""
+    """Return HTML of the arm's name beside a sample of its line in the figures."""
     style = look[arm.name]
     dashes = f' stroke-dasharray="{" ".join(f"{2 * dash:g}" for dash in style.dashes)}"' if style.dashes else ""
     line = f'<line x1="0" y1="5" x2="26" y2="5" stroke="{style.colour}" stroke-width="3"{dashes}/>'

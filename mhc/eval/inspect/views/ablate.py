@@ -78,7 +78,7 @@ def _change(change: Estimate, index: int) -> Bounds:
 
 
 def _case(case: Case, change: Estimate, index: int, mark: bool, drawn: np.ndarray, alone: np.ndarray) -> dict[str, Any]:
-    """Return what is said of a case, given the changes by random sets of heads and by each head alone."""
+    """Return the results of a case for JSON, given the changes by random sets of heads and by each head alone."""
     # A single head is compared with all others, which are every draw of one.
     control = {"head": np.delete(alone, index) if case.kind == "head" else alone, "attention": drawn, "heads": drawn}
     against = control.get(case.kind, np.zeros(0))

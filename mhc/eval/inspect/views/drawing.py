@@ -1,4 +1,4 @@
-"""Draw and word what several views show: heat maps, axes of tokens, values with bounds."""
+"""Provide what several views draw or print: heat maps, axes of tokens, values with bounds."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def heat(
 
 
 def token_axis(axis: Any, labels: Sequence[str], *, least: int) -> None:
-    """Name the places of an axis by their tokens, where there is room for so many."""
+    """Label the positions of an axis with their tokens, if there is room for so many."""
     if len(labels) <= least:
         axis.set_ticks(range(len(labels)), [label.replace("$", r"\$") for label in labels], fontsize=6.5)
         if axis.axis_name == "x":
@@ -43,7 +43,7 @@ def token_axis(axis: Any, labels: Sequence[str], *, least: int) -> None:
 
 
 def few(result: Mapping[str, Any]) -> list[str]:
-    """Return a line where the intervals are those of few documents."""
+    """Return a line of warning if the intervals rest on few documents."""
     if result["documents"] >= FEW:
         return []
     return [f"note: rows of {result['documents']} document(s): the intervals tell nothing of others (--rows)"]

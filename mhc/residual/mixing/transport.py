@@ -1,0 +1,97 @@
+"""Define H_res of tbp_mhc (arXiv:2605.21724): entries filled in one by one within what rows and columns have left."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mhc.residual.mixing import Mixing
+from mhc.residual.runner import ManifoldRunner, sigmoid
+
+HOME_GAP, DELTA = 4.0, -8.0
+"""The initial logits on the diagonal, negative off it, under ``home``; the initial logit of the uniform map's share."""
+
+
+class TransportRunner(ManifoldRunner):
+    """Fill the matrix entry by entry, and mix the uniform one in."""
+
+    def mixing_of(self, name, logits, n):
+        h = self.mixing(logits, n)
+        if not self.r["minorize"]:
+            return h
+        share = sigmoid(self.w(f"{name}.delta"))
+        return (1.0 - share) * h + share / n
+
+    def mixing(self, logits, n):
+        t = sigmoid(logits)
+        h = np.zeros((*logits.shape[:-1], n, n))
+        column = np.ones((*logits.shape[:-1], n))
+        for i in range(n - 1):
+            row = np.ones(logits.shape[:-1])
+            for j in range(n - 1):
+                low = np.maximum(0.0, np.maximum(row - column[..., j + 1 :].sum(-1), column[..., j] - (n - 1 - i)))
+                width = np.maximum(np.minimum(row, column[..., j]) - low, 0.0)
+                h[..., i, j] = low + width * t[..., i * (n - 1) + j]
+                row = row - h[..., i, j]
+                column[..., j] -= h[..., i, j]
+            h[..., i, n - 1] = row
+            column[..., n - 1] -= row
+        h[..., n - 1, :] = column
+        return h
+
+
+@dataclasses.dataclass(frozen=True)
+class Transport(Mixing):
+    """Computes every doubly stochastic matrix by the bounds that earlier entries leave; R = (N-1)^2, row by row.
+
+    Entry (i, j) lies between L, the least that the other columns and rows leave it, and U, what its row and its column
+    have left: X = L + max(U - L, 0) sigmoid(t). The last column and the last row take what is left. With ``minorize``
+    H = (1 - d) X + d/N, d = sigmoid(delta), so that no entry is zero.
+
+    At logits of zero the last two rows, and columns, are equal: two streams would merge at every sublayer.
+    """
+
+    runner = TransportRunner
+    exact = frozenset({"rows", "columns", "signs", "norm"})
+    from_zero = False
+
+    minorize: bool = True
+    delta: jax.Array | None = None
+    """The parameter []; see ``own``."""
+
+    def logits(self, n: int) -> int:
+        return (n - 1) ** 2
+
+    def start(self, n: int, *, init: str, gap: float, key: jax.Array | None = None) -> jax.Array:
+        height = HOME_GAP if init == "home" else gap
+        return (height * (2.0 * jnp.eye(n - 1, dtype=jnp.float32) - 1.0)).reshape(-1)
+
+    def own(self) -> dict[str, jax.Array]:
+        return {"delta": jnp.full((), DELTA, jnp.float32)} if self.minorize else {}
+
+    def reference(self, logits: jax.Array, n: int) -> jax.Array:
+        return jnp.moveaxis(self(jnp.moveaxis(logits, -1, 0), n), (0, 1), (-2, -1))
+
+    def __call__(self, logits: jax.Array, n: int) -> jax.Array:
+        t = jax.nn.sigmoid(logits)
+        one = jnp.ones(logits.shape[1:], logits.dtype)
+        columns, rows = [one] * n, []
+        for i in range(n - 1):
+            left, row = one, []
+            for j in range(n - 1):
+                others = sum(columns[j + 2 :], columns[j + 1])  # what the columns after this one have left
+                low = jnp.maximum(jnp.maximum(0.0, left - others), columns[j] - (n - 1 - i))
+                entry = low + jnp.maximum(jnp.minimum(left, columns[j]) - low, 0.0) * t[i * (n - 1) + j]
+                left, columns[j] = left - entry, columns[j] - entry
+                row.append(entry)
+            columns[n - 1] = columns[n - 1] - left
+            rows.append(jnp.stack([*row, left]))
+        h = jnp.stack([*rows, jnp.stack(columns)])
+        if not self.minorize:
+            return h
+        assert self.delta is not None  # of `own`
+        share = jax.lax.broadcast_to_rank(jax.nn.sigmoid(self.delta).astype(h.dtype), h.ndim)
+        return (1.0 - share) * h + share / n
