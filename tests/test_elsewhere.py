@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mhc import cli, kinds, provenance, residual
+from mhc import cli, kind_table, kinds, provenance, residual
 from mhc import config as configs
 from mhc.config import from_config_dict, from_json, resolve, to_json
 from mhc.errors import UserError
@@ -73,7 +73,7 @@ def forgotten() -> Iterator[None]:
     """As in another process: the module is not loaded, and its kind is unknown."""
     with registry_restored():
         loaded = {name: sys.modules.pop(name) for name in list(sys.modules) if name.startswith("their")}
-        for table in (kinds._KINDS, kinds._OPTIONS, kinds._MODULES):
+        for table in (kind_table._KINDS, kind_table._OPTIONS, kind_table._MODULES):
             for name in ("slower", "brake"):
                 table.pop(name, None)
         residual.protocol._REGISTRY.pop("slower", None)

@@ -122,7 +122,7 @@ def test_every_parameter_of_every_kind_has_a_layout(kind, mesh):
         "mlp": {"kind": "gelu"},
         "head": {"tied": True},
         "attention": {"heads": 4, "kv_heads": 2},
-        "residual": {} if kind == "plain" else {"collapse": "head"},
+        "residual": {"collapse": "head"} if "head" in kinds.known()[kind].collapses else {},
     }
     for groups in ({}, other):
         groups = {**groups, "residual": {**groups.get("residual", {}), "kind": kind}}

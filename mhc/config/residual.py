@@ -106,7 +106,11 @@ class ResidualGroup(Group):
     def apart_from_plain(self) -> dict[str, tuple[Any, Any]]:
         """Return {field: (value, needed)} of the fields by which a fresh model differs from the plain residual."""
         needed, spec = self.spec.preserving, self.spec
-        defaults = {"init": next(iter(spec.inits), None), "collapse": spec.collapses[0], "n": spec.default_streams}
+        defaults = {
+            "init": next(iter(spec.inits), None),
+            "collapse": next(iter(spec.collapses), None),
+            "n": spec.default_streams,
+        }
         values = {name: getattr(self, name) for name in needed}
         # A field that is None takes the kind's default or, where there is none, the value that keeps the function.
         values = {name: defaults.get(name, needed[name]) if value is None else value for name, value in values.items()}

@@ -68,6 +68,7 @@ class Hidden(NamedTuple):
     """Holds the results of a pass over whole rows."""
 
     h: jax.Array  # hidden states before the head [B, T, D]
+    state: State  # the residual topology's, settled, that they were collapsed from
     observed: dict[str, jax.Array]  # what the observer returned, stacked over depth
     router: dict[str, jax.Array]  # load [L', E], balance [L'] and z [L'] of the L' layers with experts, or empty
 
@@ -165,7 +166,7 @@ class Decoder(nnx.Module):
             seen.append(seen_in_stack)
         observed = jax.tree.map(lambda *parts: jnp.concatenate(parts), *[stack.observed for stack in seen])
         h = self._collapse(carry.state)
-        return Hidden(h, _by_depth(observed), seen[-1].router)
+        return Hidden(h, self.residual.settle(carry.state), _by_depth(observed), seen[-1].router)
 
     def _begin(self, tokens: jax.Array, positions: jax.Array) -> Carry:
         """Return the carry that block 0 starts from."""

@@ -39,6 +39,10 @@ class Link(nnx.Module):
         """Return the link's part of the memory before block 0, under names that no other link uses."""
         raise NotImplementedError
 
+    def constants(self) -> dict[str, jax.Array]:
+        """Return learned numbers that are worth a probe, the same for every token: {name: array}."""
+        return {}
+
     def __call__(
         self, q: Float[Array, "B T H K"], k: Float[Array, "B T G K"], v: Float[Array, "B T G J"], memory: Memory
     ) -> tuple[jax.Array, jax.Array, jax.Array, Memory]:

@@ -41,6 +41,11 @@ class _Tokens:
         """Return the mean over tokens: [..., B, T] -> [...]."""
         return jnp.sum(jnp.where(self.valid, values, 0.0), axis=(-2, -1)) / self.count
 
+    def measured(self, measures: dict[str, jax.Array]) -> dict[str, jax.Array]:
+        """Return a topology's own measures, [B, T] or [B, T, K] each, as means over tokens [] or [K]."""
+        first = {name: jnp.moveaxis(leaf, (0, 1), (-2, -1)).astype(jnp.float32) for name, leaf in measures.items()}
+        return {f"{OWN}{name}": self.mean(leaf) for name, leaf in first.items()}
+
     def max(self, values: jax.Array) -> jax.Array:
         """Return the largest of non-negative values over tokens: [..., B, T] -> [...]."""
         return jnp.max(jnp.where(self.valid, values, 0.0), axis=(-2, -1))
@@ -57,7 +62,7 @@ def _observer(tokens: _Tokens) -> Callable[[SublayerView], dict[str, jax.Array]]
         streams = tokens.zero_padding(view.topology.streams(view.state))  # [B, T, N, D]
         n, d = streams.shape[-2:]
         gram = jnp.einsum("btnd,btmd->nm", streams, streams)
-        out = {f"{OWN}{name}": tokens.mean(values.astype(jnp.float32)) for name, values in measures.items()}
+        out = tokens.measured(measures)
         if maps is not None:
             out |= {
                 "res": maps.res,
@@ -71,6 +76,8 @@ def _observer(tokens: _Tokens) -> Callable[[SublayerView], dict[str, jax.Array]]
             "activation/sublayer_out_rms": jnp.sqrt(tokens.mean(jnp.mean(jnp.square(view.y.astype(jnp.float32)), -1))),
         }
         if isinstance(view.sublayer.core, Attention):
+            for name, link in view.sublayer.core.named_links():
+                out |= {f"attention/{name}_{constant}": value for constant, value in link.constants().items()}
             (context,) = view.args
             logit_max, entropy = view.sublayer.core.statistics(view.sublayer.before(view.u), context, view.memory)
             out["activation/attention_logit_max"] = logit_max
@@ -112,7 +119,9 @@ def measure(definition: DecoderDefinition, params: Params, batch: dict[str, Any]
     - ds_error/{rows,columns}: largest abs(marginal - 1) of H_res.
     - mix/to_identity_{single,composite}, mix/to_uniform_{single,composite}: Frobenius distance of H_res, and of the
       product H_k ... H_0, to I and to J/N, over sqrt(N); mix/frozen: share of entries off the diagonal below 1e-6.
-    - residual/NAME: what the topology's connections measure themselves (``Connection.measures``), token mean.
+    - residual/NAME: what the topology's connections measure themselves (``Connection.measures``), token mean, [S] or
+      [S, K]; where the last read measures it too, with one more row for it; and learned constants of any shape.
+    - attention/NAME [L, K]: learned constants of the links between layers.
     - maps/pre_mean, maps/post_mean [S, N]; stream/rms [S, N]; stream/effective: participation ratio of the streams'
       Gram matrix, 1 (all alike) to N (orthogonal and equal).
     - activation/{residual,sublayer_out}_rms; activation/attention_{logit_max,entropy} [L], entropy in nats.
@@ -123,7 +132,11 @@ def measure(definition: DecoderDefinition, params: Params, batch: dict[str, Any]
     """
     decoder = definition.bind(params)
     tokens = _Tokens(batch["segment_ids"])
-    _, seen = decoder.hidden(batch["tokens"], batch["segment_ids"], batch["positions"], observe=_observer(tokens))
+    out = decoder.forward(batch["tokens"], batch["segment_ids"], batch["positions"], _observer(tokens))
+    seen = dict(out.observed)
+    for name, value in tokens.measured(decoder.residual.end_measures(out.state)).items():
+        seen[name] = jnp.concatenate([seen[name], value[None]]) if name in seen else value
+    seen |= {f"{OWN}{name}": value for name, value in decoder.residual.constants().items()}
     res = seen.pop("res", None)
     return seen if res is None else map_measures(res, tokens) | seen
 

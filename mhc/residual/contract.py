@@ -136,7 +136,8 @@ class _Contract:
         if not isinstance(measures, dict):
             self.broken("`measures`", f"must give a dict, got {type(measures).__name__}")
         for name, leaf in measures.items():
-            self.shaped(f"{name!r} of `measures`", leaf, (), None)
+            vector = getattr(leaf, "shape", ())[len(self.tokens) : len(self.tokens) + 1]  # one a token is allowed
+            self.shaped(f"{name!r} of `measures`", leaf, vector, None)
         names.append(list(measures))
         return after
 

@@ -31,6 +31,7 @@ from mhc.residual.mixing import Mixing, mixing_of
 from mhc.residual.mixing.kronecker import kronecker_mixture
 from mhc.residual.mixing.permutations import permutation_mixture
 from mhc.residual.mixing.sinkhorn import sinkhorn
+from mhc.residual.reads import SlotMaps, depth_read, frac_maps, gated_read, laurel_write, value_mix
 
 if TYPE_CHECKING:
     from jax.typing import ArrayLike
@@ -40,14 +41,19 @@ __all__ = [
     "SINKHORN_PRESETS",
     "Gains",
     "Maps",
+    "SlotMaps",
     "collapse_head",
     "composite_gains",
     "composite_maps",
+    "depth_read",
     "draws",
+    "frac_maps",
+    "gated_read",
     "hc_maps",
     "hc_params",
     "head_params",
     "kronecker_mixture",
+    "laurel_write",
     "maps_from_logits",
     "mhc_alpha",
     "mhc_bias",
@@ -61,6 +67,7 @@ __all__ = [
     "residual_logits",
     "single_gains",
     "sinkhorn",
+    "value_mix",
     "write",
 ]
 

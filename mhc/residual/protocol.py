@@ -81,7 +81,7 @@ class Connection(nnx.Module):
         raise NotImplementedError
 
     def measures(self, context: Context) -> dict[str, jax.Array]:
-        """Return further measures for the probes, per token: {name: float [...]}; probes log their means over tokens.
+        """Return further measures for the probes, per token: {name: float [...] or [..., K]}; they log token means.
 
         The names are the same for every sublayer.
         """
@@ -123,6 +123,17 @@ class ResidualTopology(nnx.Module):
         the state rule; scalars are left as they are.
         """
         return jax.tree.map(lambda leaf: leaf if leaf.ndim == 0 else f(leaf), state)
+
+    def end_measures(self, state: State) -> dict[str, jax.Array]:
+        """Return what of ``collapse`` is worth a probe, from a settled state, as ``Connection.measures`` does.
+
+        The probes append it to the sublayers' measures of the same names, or log it alone.
+        """
+        return {}
+
+    def constants(self) -> dict[str, jax.Array]:
+        """Return learned numbers that are the same for every token and belong to no sublayer, for the probes."""
+        return {}
 
     def settle(self, state: State) -> State:
         """Return the state with nothing pending, of the same structure.

@@ -61,6 +61,9 @@ class HyperConnection(Connection):
         with blamed(kind, "`connection`"):
             self.connection = self.residual.connection(k, rngs=key / "connection")
         self.width, self.kind = int(width), kind
+        # A topology with a period hands on after its last sublayer; a traced number is kept with the parameters.
+        if self.residual.period is not None:
+            self.number = int(k) if is_whole(k) else nnx.Variable(jnp.asarray(k))
         # What every state looks like is seen from one of 2 x 3 tokens: the axes of each leaf after those of the tokens.
         like = jax.eval_shape(self.residual.expand, jax.ShapeDtypeStruct((2, 3, self.width), jnp.float32))
         self.state_structure = str(jax.tree.structure(like))
@@ -87,9 +90,24 @@ class HyperConnection(Connection):
     def write(self, state: State, y: jax.Array, context: Context) -> State:
         lead = self._check_state("write", state)
         self._check_tokens("write", "y", y, lead)
-        after = self.connection.write(state, y, context)
+        after = self._handed_on(self.connection.write(state, y, context))
         # A kind from elsewhere may let a wider y widen its state.
         return jax.tree.map(lambda new, old: new if new.dtype == old.dtype else new.astype(old.dtype), after, state)
+
+    def _handed_on(self, state: State) -> State:
+        """Return the state for the next sublayer: at the end of a topology's period, what ``hand_on`` makes of it."""
+        if self.residual.period is None:
+            return state
+        sublayers = 2 * self.residual.period
+        if isinstance(self.number, nnx.Variable):
+            return jax.lax.cond(
+                (self.number[...] + 1) % sublayers == 0,
+                lambda state: self.residual.hand_on(self.residual.settle(state)),
+                lambda state: state,
+                state,
+            )
+        ends = (self.number + 1) % sublayers == 0
+        return self.residual.hand_on(self.residual.settle(state)) if ends else state
 
     def measures(self, context: Context) -> dict[str, jax.Array]:
         return self.connection.measures(context)

@@ -34,12 +34,11 @@ def preserving(kind: str) -> dict[str, Any]:
 def check_preserving(residual: ResidualConfig) -> None:
     """Refuse a residual that, freshly made, does not compute the plain residual's function. Raises UserError."""
     kind = residual.spec
-    if not kind.preserving:
-        can = ", ".join(name for name in kinds.names() if preserving(name))
-        raise UserError(
-            f"residual.kind: given {kind.name!r}, allowed: {can}: it has no initial maps that make it the plain "
-            "residual"
-        )
+    if not kind.preserving or kind.own_norms:
+        can = ", ".join(name for name, other in kinds.known().items() if other.preserving and not other.own_norms)
+        why = "has no initial maps that make it the plain residual"
+        why = "has norms of its own in the place of those that the source has trained" if kind.own_norms else why
+        raise UserError(f"residual.kind: given {kind.name!r}, allowed: {can}: it {why}")
     for name, (given, wanted) in residual.apart_from_plain.items():
         raise UserError(
             f"residual.{name}: given {given!r}, allowed: {wanted!r} with kind={kind.name}, to compute the source's "

@@ -173,7 +173,7 @@ MISTAKES = [
     ({"optimizer__clip_norm": 0.0}, "optimizer.clip_norm: given 0.0, allowed: a float > 0 or None"),
     (
         {"residual__kind": "mch"},
-        "residual.kind: given 'mch', allowed: one of plain, hc, mhc, mhc_lite, kromhc, identity (did you mean mhc?)",
+        f"residual.kind: given 'mch', allowed: one of {', '.join(kinds.names())} (did you mean mhc?)",
     ),
     ({"model__dtype": "bf16"}, "model.dtype: given 'bf16', allowed: one of float32, bfloat16 (did you mean bfloat16?)"),
     ({"data__source": "txt:a.txt"}, "data.source: given 'txt:a.txt', allowed: one of stdlib, tfds:<name>, text:<glob>"),

@@ -25,13 +25,14 @@ from mhc.residual import protocol
 from mhc.rng import path_key
 from tests.contracts import topologies
 
-OWN = (kinds.PLAIN, kinds.HC, kinds.MHC, kinds.MHC_LITE, kinds.KROMHC, kinds.IDENTITY)
+OWN = tuple(kinds.known().values())
+WIDTH = 840  # which every number of slots to 8 divides
 by_name = pytest.mark.parametrize("kind", OWN, ids=lambda kind: kind.name)
 
 
 def config(kind: str, **fields: object) -> ResidualConfig:
     """Return the configuration's residual group, its combinations checked."""
-    return config_lib.from_config_dict({"residual": {"kind": kind, **fields}}).residual
+    return config_lib.from_config_dict({"model": {"width": WIDTH}, "residual": {"kind": kind, **fields}}).residual
 
 
 def leaves(topology: nnx.Module) -> dict[str, tuple[int, ...]]:
@@ -55,8 +56,8 @@ def test_every_preset_collapse_and_size_builds_and_no_other(kind: kinds.Kind) ->
             options: dict[str, Any] = {"n": n, field: value}
             if value in has[field]:
                 assert getattr(config(kind.name, **options), field) == value
-                options |= {"sublayers": 4}
-                nnx.eval_shape(lambda options=options: residual.build(kind.name, 8, rngs=nnx.Rngs(0), **options))
+                made = {"sublayers": 4, **options}
+                nnx.eval_shape(lambda made=made: residual.build(kind.name, WIDTH, rngs=nnx.Rngs(0), **made))
             else:
                 with pytest.raises(UserError, match=rf"^residual\.{field}: given {value!r}, allowed: .*{kind.name}"):
                     config(kind.name, **options)
@@ -91,6 +92,10 @@ OTHER: dict[str, Any] = {
     "rms_eps": 1e-3,
     "map_eps": 1e-3,
     "sinkhorn_eps": 1e-3,
+    "rank": 3,
+    "block": 2,
+    "dilation": 2,
+    "variant": "rw",
 }
 
 
@@ -167,7 +172,6 @@ def test_a_kind_has_a_default_number_of_streams(streams: tuple[int, ...], n: int
         (kinds.Kind("some", streams=()), "streams must be a tuple of ints from 1"),
         (kinds.Kind("some", streams=(0, 2)), "streams must be a tuple of ints from 1"),
         (kinds.Kind("some", streams=4), "streams must be a tuple of ints from 1"),  # type: ignore[arg-type]
-        (kinds.Kind("some", collapses=()), "collapses must not be empty"),
         (kinds.Kind("some.kind"), "its name must be letters, digits"),
         (kinds.Kind(""), "its name must be letters, digits"),
         (kinds.Kind("some", options={"a-b": kinds.Option("a", default=1)}), "must be a Python identifier"),
@@ -210,7 +214,8 @@ def test_every_parameter_is_declared_with_its_axes(kind: kinds.Kind) -> None:
     topology, connection = nnx.eval_shape(make)
     shapes = {f"residual/{path}": shape for path, shape in leaves(topology).items()}
     shapes |= {f"x_residual/{path}": shape for path, shape in leaves(connection).items()}
-    assert {path.removeprefix("x_residual/") for path in shapes if path[0] == "x"} == set(kind.parameters)
+    own = {path.partition("residual/")[2] for path in shapes if not path.startswith("residual/head/")}
+    assert own == set(kind.parameters)
     for path, shape in shapes.items():
         assert len(sharding.logical_axes(path, len(shape))) == len(shape)
         assert parameter(path).group == "maps" and not parameter(path).decay
@@ -224,8 +229,8 @@ def test_every_field_reaches_the_topology(kind: kinds.Kind, monkeypatch: pytest.
     whole = config_lib.from_config_dict({"residual": {"kind": kind.name}, "model": {"layers": 7}})
     build_topology(whole, path_key(jax.random.key(0)))
     assert given["sublayers"] == 14
-    presets = {"init"} if kind.inits else set()
-    assert set(given) == {"n", "collapse", "sublayers"} | presets | set(kind.options) - {"decay_dynamic"}
+    presets = ({"init"} if kind.inits else set()) | ({"collapse"} if kind.collapses else set())
+    assert set(given) == {"n", "sublayers"} | presets | set(kind.options) - {"decay_dynamic"}
 
 
 def test_options_of_the_configuration_change_the_topology() -> None:

@@ -109,7 +109,7 @@ def test_a_leaf_that_breaks_the_rule_is_seen() -> None:
 
 def config_of(kind: str, **groups: dict[str, Any]) -> Config:
     """Three blocks: a period of two ends once and is begun once more."""
-    every = {"every": 2} if "every" in specs()[kind].options else {}
+    every = {name: value for name, value in {"every": 2, "block": 4}.items() if name in specs()[kind].options}
     base: dict[str, dict[str, Any]] = {"model": {"layers": 3}, "residual": {"kind": kind, **every}}
     return small(kind, **{name: {**base.get(name, {}), **groups.get(name, {})} for name in {**base, **groups}})
 
@@ -147,7 +147,7 @@ def test_a_patch_of_the_state_reaches_all_of_it(kind: str) -> None:
     assert np.abs(h[1] - untouched[1]).max() > 1e-3
 
 
-@fast_for("deferred", "single_pass", "sources", "normed")
+@fast_for("deferred", "single_pass", "sources", "normed", "attn_res", "denseformer", "gated_residual")
 def test_a_cache_gives_what_whole_rows_give(kind: str) -> None:
     config = config_of(kind)
     params, tokens = near_start(config), jnp.asarray(np.random.default_rng(0).integers(0, VOCAB, (2, 9)))
@@ -174,12 +174,18 @@ def test_periods_are_the_same_scanned_and_recomputed_as_unrolled() -> None:
     compare_depths("sources", {"remat": "full"})
 
 
-def compare_depths(kind: str, *models: dict[str, Any]) -> None:
+@pytest.mark.parametrize("block", [0, 2, pytest.param(3, marks=pytest.mark.product)])
+def test_residual_blocks_of_any_size_are_the_same_however_they_are_run(block: int) -> None:
+    """A period of one block of the network, or of three with two residual blocks in it."""
+    compare_depths("attn_res", {"remat": "full"}, residual={"kind": "attn_res", "block": block})
+
+
+def compare_depths(kind: str, *models: dict[str, Any], **groups: dict[str, Any]) -> None:
     """Loss and gradient under each way to compute the model, against unrolled blocks with all kept."""
     batch = packed(2)
 
     def values(model: dict[str, Any]) -> tuple[jax.Array, Any]:
-        config = config_of(kind, model=model)
+        config = config_of(kind, model=model, **groups)
 
         def loss(params: Any) -> jax.Array:
             h = definition(config).bind(params).forward(batch["tokens"], batch["segment_ids"], batch["positions"]).h
@@ -195,7 +201,7 @@ def compare_depths(kind: str, *models: dict[str, Any]) -> None:
             assert np.max(np.abs(a - b)) <= 1e-4 * np.max(np.abs(b)) + 1e-7, model
 
 
-@fast_for("single_pass", "sources", "normed")
+@fast_for("single_pass", "sources", "normed", "attn_res", "denseformer", "gated_residual")
 def test_a_probe_measures_what_a_kind_has(kind: str) -> None:
     """Gains where there are maps, and nowhere else; what a kind wants measured, by sublayer; the states settled."""
     config = config_of(kind)
@@ -206,8 +212,12 @@ def test_a_probe_measures_what_a_kind_has(kind: str) -> None:
     assert has_maps == any(name.startswith("maps/") for name in measured) == ("ds_error/rows" in measured)
     own = {name for name in measured if name.startswith(probes.OWN)}
     assert has_maps or own
+    constants = topology.constants()
     for name in own:
-        assert measured[name].shape == (2 * config.model.layers,)
+        if name.removeprefix(probes.OWN) not in constants:
+            ends = topology.owns_norm or kind == "attn_res"  # the last read may have a row too
+            assert measured[name].shape[0] in {2 * config.model.layers, 2 * config.model.layers + ends}
+            assert measured[name].ndim <= 2
         assert np.isfinite(measured[name]).all()
     if kind == "sources":  # of the first read the embedding is all that there is
         assert float(measured[f"{probes.OWN}embedding_weight"][0]) == pytest.approx(1.0)

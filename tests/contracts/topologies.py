@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from mhc import kernels, kinds
+from mhc import kernels, kind_table, kinds
 from mhc.kinds import Kind, Option, Parameter
 from mhc.residual import Connection, Maps, Mixing, ResidualTopology, TokenMaps, protocol
 from mhc.residual.manifold import ManifoldHyperConnections, ManifoldMaps
@@ -359,10 +359,10 @@ def registry_restored() -> Iterator[None]:
     """Forget afterwards what is registered within: other tests look at the registry as it is."""
     tables: tuple[dict[str, Any], ...] = (
         protocol._REGISTRY,
-        kinds._KINDS,
-        kinds._PARAMETERS,
-        kinds._OPTIONS,
-        kinds._MODULES,
+        kind_table._KINDS,
+        kind_table._PARAMETERS,
+        kind_table._OPTIONS,
+        kind_table._MODULES,
     )
     before = [dict(table) for table in tables]
     try:

@@ -26,7 +26,7 @@ DEEP = 24  # sublayers of 12 blocks
 SHALLOW = 8  # of them, as deep as what equals the plain residual is compared: 4 blocks
 STEPS = 10
 
-Params = dict[str, Any]  # {"maps": [P, S, ...] by name, "w": [P, S, D, D]}
+Params = dict[str, Any]  # {"maps": [P, S, ...] by name, "w": [P, S, D, D], "topology": [P, ...] by name}
 
 
 class Whole(NamedTuple):
@@ -83,27 +83,39 @@ class Tower:
         def maps() -> Params:
             return jax.tree.map(lambda *leaves: jnp.stack(leaves), *[self.maps(init) for init in self.group.inits])
 
-        return {"maps": maps(), "w": jnp.stack([weights()] * len(self.group.inits))}
+        ends = [nnx.to_pure_dict(nnx.state(self.build(init))) for init in self.group.inits]
+        return {
+            "maps": maps(),
+            "w": jnp.stack([weights()] * len(self.group.inits)),
+            "topology": jax.tree.map(lambda *leaves: jnp.stack(leaves), *ends),
+        }
+
+    def with_params(self, params: Params) -> ResidualTopology:
+        """The topology with its own parameters."""
+        graph, state = nnx.split(self.topology)
+        nnx.replace_by_pure_dict(state, params)
+        return nnx.merge(graph, state)
 
     def connection(self, params: Params) -> residual.Connection:
         state = jax.tree.map(lambda leaf: leaf, self._state)
         nnx.replace_by_pure_dict(state, params)
         return nnx.merge(self._graph, state)
 
-    def sublayer(self, state: Any, one: Params, scale: float) -> tuple[Any, Any]:
+    def sublayer(self, state: Any, one: Params, scale: float, topology: ResidualTopology) -> tuple[Any, Any]:
         """(next state, (what it collapses to, maps, own measures)) of one sublayer with its parameters."""
         connection = self.connection(one["maps"])
         u, context = connection.read(state)
         state = connection.write(state, feed_forward(u, one["w"], scale), context)
-        collapsed = self.topology.collapse(self.topology.settle(state))
+        collapsed = topology.collapse(topology.settle(state))
         return state, (collapsed, connection.maps(context), connection.measures(context))
 
     def run(self, params: Params, h: jax.Array) -> Forward:
         """From h [*TOKENS, D] through as many sublayers as ``params`` [S, ...] has, two a block."""
-        scale = scale_of(params["w"].shape[0])
-        step = functools.partial(self.sublayer, scale=scale)
-        if self.topology.period is None:
-            state, (out, maps, measures) = jax.lax.scan(step, self.topology.expand(h), params)
+        topology = self.with_params(params["topology"])
+        step = functools.partial(self.sublayer, scale=scale_of(params["w"].shape[0]), topology=topology)
+        params = {name: params[name] for name in ("maps", "w")}
+        if topology.period is None:
+            state, (out, maps, measures) = jax.lax.scan(step, topology.expand(h), params)
         else:
 
             def block(carry: Whole, two: Params) -> tuple[Whole, Any]:
@@ -111,20 +123,21 @@ class Tower:
                 return Whole(state), seen
 
             blocks = jax.tree.map(lambda leaf: leaf.reshape(-1, 2, *leaf.shape[1:]), params)
-            begin = Whole(self.topology.expand(h))
-            end, seen = depth.through(self.topology, depth.scanned, block, begin, blocks, first=0, scan=True)
+            begin = Whole(topology.expand(h))
+            end, seen = depth.through(topology, depth.scanned, block, begin, blocks, first=0, scan=True)
             state, (out, maps, measures) = (
                 end.state,
                 jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), seen),
             )
-        return Forward(out, self.topology.streams(self.topology.settle(state)), maps, measures)
+        return Forward(out, topology.streams(topology.settle(state)), maps, measures)
 
     def unrolled(self, params: Params) -> jax.Array:
         """[2, *TOKENS, D]: what the state collapses to after each of the first two sublayers, without a scan."""
-        state, out = self.topology.expand(inputs()), []
+        topology = self.with_params(params["topology"])
+        state, out = topology.expand(inputs()), []
         for k in range(2):
-            one = jax.tree.map(lambda leaf, k=k: leaf[k], params)
-            state, (collapsed, _, _) = self.sublayer(state, one, scale_of(DEEP))
+            one = jax.tree.map(lambda leaf, k=k: leaf[k], {name: params[name] for name in ("maps", "w")})
+            state, (collapsed, _, _) = self.sublayer(state, one, scale_of(DEEP), topology)
             out.append(collapsed)
         return jnp.stack(out)
 
@@ -160,7 +173,8 @@ class Tower:
     @functools.cached_property
     def history(self) -> History:
         sublayers = max(SHALLOW, self.group.n)  # streams come apart where each is some sublayer's home
-        return self.train(jax.tree.map(lambda leaf: leaf[:, :sublayers], self.initial))
+        params = {name: jax.tree.map(lambda leaf: leaf[:, :sublayers], self.initial[name]) for name in ("maps", "w")}
+        return self.train({**params, "topology": self.initial["topology"]})
 
 
 def scale_of(sublayers: int) -> float:

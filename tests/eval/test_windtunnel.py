@@ -13,14 +13,17 @@ from mhc.config import from_config_dict
 from mhc.data.windtunnel import Bijection, HiddenMarkov, fields
 from mhc.errors import UserError
 from mhc.eval.windtunnel.__main__ import main
-from mhc.eval.windtunnel.belief import longer
+from mhc.eval.windtunnel.belief import Belief, longer
 from mhc.eval.windtunnel.measures import distances, optimum, without_context
+from mhc.eval.windtunnel.page import Found, topologies
+from mhc.eval.windtunnel.sections import SECTIONS, Result, chosen
 from tests.small_runs import on_demand, run
 
 SEQUENCES = {
     "bijection": Bijection(8).make(0, "validation", range(200)),
     "hmm": HiddenMarkov(observations=10).make(0, "validation", range(200)),
 }
+MEASURES = ("depth", "geometry")
 tasks = pytest.mark.parametrize("name", list(SEQUENCES))
 
 
@@ -125,7 +128,8 @@ def test_the_program_measures_runs_and_compares_topologies(
     source: str, trained: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model, control = trained(source), trained(source, "tokenwise")
-    assert main(["--checkpoint", str(model), str(control), "--sequences", "64", "--out", str(tmp_path / "out")]) == 0
+    given = ["--checkpoint", str(model), str(control), "--sequences", "64", "--out", str(tmp_path / "out")]
+    assert main([*given, "--measures", *MEASURES]) == 0
     table = capsys.readouterr().out
     assert "entropy error" in table and "mhc, control" in table
     found = json.loads((tmp_path / "out/windtunnel.json").read_text())
@@ -137,7 +141,13 @@ def test_the_program_measures_runs_and_compares_topologies(
     assert other["kl_bits"]["value"] > other["kl_bits_without_context"] - 0.05  # no leak
     assert found["topologies"].keys() == {"mhc", "mhc, control without context"}
     page = (tmp_path / "out/windtunnel.html").read_text()
-    assert "Belief against the exact posterior" in page and "data:image/png" in page
+    assert "Belief against the exact posterior" in page and page.count("data:image/png") >= 4
+    for name in MEASURES:
+        assert one[name] and other[name] and found["topologies"]["mhc"][name]
+        heading = next(section.words for section in SECTIONS if section.name == name)
+        assert f"<h2>{heading}</h2>" in page
+    assert "has no keys" in page
+    assert other["geometry"]["keys"] is None and one["geometry"]["keys"]
 
 
 def test_more_observations_than_trained(trained: Callable[..., Path], capsys: pytest.CaptureFixture[str]) -> None:
@@ -159,3 +169,26 @@ def test_a_run_on_text_is_refused(corpus: str, tmp_path: Path) -> None:
 def test_a_measure_that_is_unknown_is_refused() -> None:
     with pytest.raises(UserError, match="--measures: given probes, allowed: belief"):
         main(["--checkpoint", "nowhere", "--measures", "probes"])
+    assert chosen(["all"]) == list(SECTIONS) and chosen(["belief"]) == []
+
+
+def test_scalars_of_a_measure_are_compared_by_seed() -> None:
+    """mhc is 0.2 above plain at equal seeds, though seeds differ by more; a value that is absent makes no pair."""
+
+    def found(kind: str, seed: int, scalars: dict[str, float]) -> Found:
+        posterior = SEQUENCES["hmm"].posterior
+        none = without_context(posterior)
+        belief = Belief(f"{kind}{seed}", kind, False, (seed, seed), "windtunnel:hmm", none, none, optimum(posterior))
+        return Found(belief, {"depth": Result(scalars, {})})
+
+    runs = [found("plain", seed, {"r2": 0.1 * seed}) for seed in range(4)]
+    runs += [found("mhc", seed, {"r2": 0.1 * seed + 0.2}) for seed in range(4)]
+    runs += [found("hc", 0, {}), found("hc", 9, {"r2": 0.5})]
+    compared = topologies(runs)
+    assert compared["plain"]["depth"]["r2"]["value"] == pytest.approx(0.15)
+    assert compared["plain"]["depth"]["r2_beyond_plain"] is None
+    beyond = compared["mhc"]["depth"]["r2_beyond_plain"]
+    assert [beyond[name] for name in ("value", "low", "high")] == pytest.approx([0.2, 0.2, 0.2])
+    assert compared["hc"]["depth"]["r2"] == {"value": 0.5, "low": None, "high": None}
+    assert compared["hc"]["depth"]["r2_beyond_plain"] is None
+    assert compared["mhc"]["kl_bits_beyond_plain"]["value"] == 0

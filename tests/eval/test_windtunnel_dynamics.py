@@ -331,6 +331,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     def make(attention: str = "heads") -> Path:
         groups: dict[str, dict[str, object]] = {
             "model": {"layers": 1, "width": 16},
+            "residual": {"kind": "plain"},
             "attention": {"heads": 2, "kind": attention},
             "optimizer": {"lr": 1e-2},
             "schedule": {"kind": "constant"},

@@ -74,6 +74,14 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "kromhc": ("kromhc", {}),
     "kromhc of one stream": ("kromhc", {"residual": {"n": 1}}),
     "identity": ("identity", {"residual": {"n": 3}}),
+    "frac": ("frac", {"residual": {"n": 4}}),
+    "frac static": ("frac", {"residual": {"dynamic": False}}),
+    "gated_residual": ("gated_residual", {"residual": {"n": 3, "rank": 5}}),
+    "attn_res": ("attn_res", {}),
+    "attn_res in blocks": ("attn_res", {"residual": {"block": 3}}),
+    "denseformer": ("denseformer", {"residual": {"dilation": 2}}),
+    "laurel": ("laurel", {"residual": {"rank": 3}}),
+    "laurel, shares alone": ("laurel", {"residual": {"variant": "rw"}}),
     "latent attention and experts": (
         "identity",
         {
@@ -119,7 +127,20 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "linear": ("plain", {"positions": {"scaling": "linear", "factor": 3.0}, "mlp": {"kind": "glu", "bias": True}}),
     "ntk": ("plain", {"positions": {"scaling": "ntk", "factor": 4.0}, "model": {"embed_scale": True}}),
 }
-FEW = ("mhc", "hc", "kromhc", "latent attention and experts", "relative bias", "sinusoidal, windows", "yarn, prefix")
+FEW = (
+    "mhc",
+    "hc",
+    "kromhc",
+    "frac",
+    "gated_residual",
+    "attn_res",
+    "denseformer",
+    "laurel",
+    "latent attention and experts",
+    "relative bias",
+    "sinusoidal, windows",
+    "yarn, prefix",
+)
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from mhc import interop, kinds
+from mhc.errors import UserError
 from mhc.interop import HfFolder
 from tests.interop.models import GOLDEN, golden
 from tests.small import relative_error
@@ -55,6 +56,10 @@ RESIDUALS: list[dict[str, Any]] = [
     {"kind": "kromhc"},
     {"kind": "identity"},
     {"kind": "hc", "dynamic": False, "n": 2},
+    {"kind": "frac", "n": 4},
+    {"kind": "attn_res", "block": 2},
+    {"kind": "denseformer"},
+    {"kind": "laurel"},
 ]
 FEW: list[dict[str, Any]] = [{"kind": "mhc", "iters": 2}, {"kind": "hc"}]
 
@@ -72,4 +77,9 @@ def test_under_another_residual_it_is_the_same_function(residual: dict[str, Any]
 
 
 def test_every_residual_of_this_project_was_tried() -> None:
-    assert {"plain", *(residual["kind"] for residual in FEW + RESIDUALS)} == set(kinds.names())
+    refused = {name for name, kind in kinds.known().items() if kind.own_norms}
+    assert {"plain", *(residual["kind"] for residual in FEW + RESIDUALS)} == set(kinds.names()) - refused
+    config, weights, _, _ = golden("llama_tied_mqa")
+    for kind in refused:
+        with pytest.raises(UserError, match=rf"residual\.kind: given '{kind}', allowed: .*: it has norms of its own"):
+            interop.from_hf(config, weights, kind=kind)

@@ -36,6 +36,18 @@ MAPS = {
     "hc": ("w_pre", "w_post", "w_res", "alpha", "b_pre", "b_post", "b_res"),
     **dict.fromkeys(("mhc", "mhc_lite", "kromhc", "identity"), ("phi", "alpha", "bias")),
 }
+MAPS |= {
+    "frac": ("w_read", "w_post", "w_res", "alpha", "b_read", "b_post", "b_res"),
+    "gated_residual": ("w_norm", "w_down", "w_up", "w_inject"),
+    "attn_res": ("query", "scale"),
+    "denseformer": (),
+    "laurel": ("w", "A", "B"),
+}
+TOPOLOGY = {
+    "gated_residual": {"residual/end/w_norm", "residual/end/w_down", "residual/end/w_up"},
+    "attn_res": {"residual/end/query", "residual/end/scale"},
+    "denseformer": {"residual/weights"},
+}
 DYNAMIC = ("w_pre", "w_post", "w_res")
 
 
@@ -50,7 +62,11 @@ def mask_of(config: Config) -> set[str]:
 
 
 def maps_of(kind: str) -> set[str]:
-    return {f"{connection}/{name}" for connection in CONNECTIONS for name in MAPS[kind]}
+    return {f"{connection}/{name}" for connection in CONNECTIONS for name in MAPS[kind]} | TOPOLOGY.get(kind, set())
+
+
+def norms_of(kind: str) -> set[str]:
+    return set() if kinds.known()[kind].own_norms else NORMS
 
 
 # Rules ----------------------------------------------------------------------------------------------------------------
@@ -59,10 +75,10 @@ def maps_of(kind: str) -> set[str]:
 @pytest.mark.parametrize("kind", kinds.names())
 def test_every_parameter_of_every_kind_has_its_group(kind):
     config = small(kind)
-    assert paths(config) == MATRICES | NORMS | maps_of(kind)
+    assert paths(config) == MATRICES | norms_of(kind) | maps_of(kind)
     groups = {path: parameter(path).group for path in paths(config)}
     assert {path for path, name in groups.items() if name == "maps"} == maps_of(kind)
-    assert {path for path, name in groups.items() if name == "norms"} == NORMS
+    assert {path for path, name in groups.items() if name == "norms"} == norms_of(kind)
     assert {path for path, name in groups.items() if name == "embedding"} == {"embed/table"}
     assert {path for path, name in groups.items() if name == "head"} == {"head/kernel"}
     assert {path for path, name in groups.items() if name == "attention"} == {p for p in MATRICES if "attention" in p}

@@ -18,7 +18,7 @@ import numpy as np
 from mhc.data.windtunnel import Task, entropy_bits
 from mhc.eval.common import page as pages
 from mhc.eval.common.checkpoints import Checkpoint
-from mhc.eval.common.program import Program
+from mhc.eval.common.program import Program, filled
 from mhc.eval.common.sheet import Sheet
 from mhc.eval.common.statistics import Estimate
 from mhc.eval.windtunnel import probes
@@ -73,7 +73,7 @@ def probe(checkpoint: Checkpoint, task: Task, sequences: int) -> Depth:
         sequences: held-out sequences that are scored, 2 or more; twice as many more are used for the fit.
     """
     scored, *fitting = parts(sequences)
-    batches = _Batches(checkpoint, task)
+    batches = _Batches(checkpoint, task, sequences)
     sums = {name: (probes.Sums(), probes.Sums()) for name in _VIEWS}
     for part, numbers in enumerate(fitting):
         for these, states, y in batches.over(numbers):
@@ -103,26 +103,31 @@ def probe(checkpoint: Checkpoint, task: Task, sequences: int) -> Depth:
 class _Batches:
     """Runs a checkpoint over sequences, and yields the features and targets of some at a time."""
 
-    def __init__(self, checkpoint: Checkpoint, task: Task) -> None:
+    def __init__(self, checkpoint: Checkpoint, task: Task, most: int) -> None:
+        """Take at most ``most`` sequences at once, and fewer where their states would be too large."""
         self._task, self._program = task, Program(checkpoint, _views)
         config = checkpoint.config
         # As if of seven streams and the collapsed state: how many there are is the topology's own matter.
         row = 4 * (2 * config.model.layers + 1) * len(task.places) * 8 * config.model.width
-        self._size = max(1, min(64, _BYTES // row))
+        self._size = max(1, min(64, most, _BYTES // row))
         self._streams: dict[str, int] = {}  # of each view
 
     def over(self, numbers: range) -> Iterator[tuple[range, dict[str, np.ndarray], np.ndarray]]:
         """Yield (numbers of some sequences, {view: features [K, B, P, D]}, targets [B, P, E]); K is (S + 1) · N."""
         blocks = [numbers[first : first + self._size] for first in range(0, len(numbers), self._size)]
-        drawn = [self._task.make(0, "validation", block) for block in blocks]
-        inputs = (
-            {"tokens": each.tokens, "places": np.tile(self._task.places.astype(np.int32), (len(each.tokens), 1))}
-            for each in drawn
-        )
-        results = self._program.each(inputs, ("tokens", "places"))
-        for block, each, (_, states) in zip(blocks, drawn, results, strict=True):
+        places = self._task.places.astype(np.int32)
+
+        def inputs() -> Iterator[dict[str, np.ndarray]]:
+            for block in blocks:
+                drawn = self._task.make(0, "validation", block)
+                batch = {"tokens": drawn.tokens, "places": np.tile(places, (len(block), 1))}
+                # All batches are of one size, so that one program serves them.
+                yield {**filled(batch, self._size), "posterior": drawn.posterior}
+
+        for block, (batch, states) in zip(blocks, self._program.each(inputs(), ("tokens", "places")), strict=True):
             self._streams = {name: x.shape[3] for name, x in states.items()}
-            yield block, {name: _flat(x) for name, x in states.items()}, targets(each.posterior)
+            features = {name: _flat(x[: len(block)]) for name, x in states.items()}
+            yield block, features, targets(batch["posterior"])
 
     def unflattened(self, view: str, values: np.ndarray) -> np.ndarray:
         """Return values [K, ...] of a view as [S + 1, N, ...]."""

@@ -23,7 +23,7 @@ from mhc.data.windtunnel import Task, entropy_bits
 from mhc.eval.common import page as pages
 from mhc.eval.common.checkpoints import Checkpoint
 from mhc.eval.common.palette import Style
-from mhc.eval.common.program import Program
+from mhc.eval.common.program import Program, filled
 from mhc.eval.common.sheet import Sheet
 from mhc.eval.windtunnel.sections import Result, Shown
 from mhc.model.attention import Attention, Tokenwise
@@ -186,7 +186,7 @@ class _Batches:
         config = checkpoint.config
         keys = len(self._symbols) * (config.attention.heads + 1) * (config.head_dim + config.rope_dim)
         row = 4 * config.model.layers * (keys + len(task.places) * config.model.width)
-        self._size = max(1, min(64, _BYTES // row))
+        self._size = max(1, min(64, sequences, _BYTES // row))
 
     def __iter__(self) -> Iterator[tuple[np.ndarray, dict[str, np.ndarray]]]:
         """Yield (posterior [B, P, C], what was observed, by sequence) of some sequences after the others."""
@@ -202,8 +202,9 @@ class _Batches:
                 "symbols": np.tile(self._symbols, rows),
                 "evidence": self._task.evidence(drawn.tokens),
             }
-            ((_, found),) = self._program.each([batch], tuple(batch))
-            yield drawn.posterior, found
+            # All batches are of one size, so that one program serves them.
+            ((_, found),) = self._program.each([filled(batch, self._size)], tuple(batch))
+            yield drawn.posterior, {name: values[: len(block)] for name, values in found.items()}
 
 
 def _observed(decoder: Decoder, batch: dict[str, jax.Array]) -> dict[str, jax.Array]:

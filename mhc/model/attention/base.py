@@ -14,7 +14,7 @@ from mhc.config import Config
 from mhc.model.attention.context import AttentionContext, CacheContext, with_masks
 from mhc.model.attention.implementations import attend_flash, attend_sdpa, attend_xla, choose_implementation, masked
 from mhc.model.layers import kept
-from mhc.model.memory import Memory, links
+from mhc.model.memory import Link, Memory, links
 from mhc.model.positions import logit_bias
 from mhc.rng import PathKey
 
@@ -36,6 +36,10 @@ class Attention(nnx.Module):
         self.link_names = tuple(between_layers)
         if between_layers:
             self.links = nnx.Dict(**between_layers)
+
+    def named_links(self) -> list[tuple[str, Link]]:
+        """Return the links to other layers by name, in the order in which they act."""
+        return [(name, self.links[name]) for name in self.link_names]
 
     def project(
         self, x: jax.Array, positions: jax.Array, frequencies: tuple[jax.Array, float] | None
@@ -62,8 +66,8 @@ class Attention(nnx.Module):
     ) -> tuple[jax.Array, jax.Array, jax.Array, Memory]:
         """Return queries, keys and values after the links to other layers, and the memory for the next layer."""
         q, k, v = self.project(x, positions, frequencies)
-        for name in self.link_names:
-            q, k, v, memory = self.links[name](q, k, v, memory)
+        for _, link in self.named_links():
+            q, k, v, memory = link(q, k, v, memory)
         return q, k, v, memory
 
     def _bias(self, table: jax.Array | None, queries: jax.Array, keys: jax.Array) -> jax.Array | None:
