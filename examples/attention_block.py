@@ -7,7 +7,7 @@ This needs jax, flax and optax, and `mhc.residual` of this project.
 
 from __future__ import annotations
 
-import argparse
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +15,8 @@ import numpy as np
 import optax
 from flax import nnx
 
+from mhc import cli, residual
+from mhc.errors import UserError
 from mhc.residual import HyperConnection
 
 VOCABULARY, LENGTH = 8, 8
@@ -69,12 +71,17 @@ def train_step(model: Reverser, optimizer: nnx.Optimizer, tokens: jax.Array) -> 
     return loss
 
 
-def main(arguments: list[str] | None = None) -> float:
-    """Train the model; return the last loss, in nats a token."""
-    parser = argparse.ArgumentParser(description="Learn to reverse sequences with Flax's attention.")
-    parser.add_argument("--kind", default="mhc", help="residual topology: plain, hc, mhc, mhc_lite, kromhc, identity")
-    parser.add_argument("--steps", type=int, default=100)
+def main(arguments: Sequence[str]) -> int:
+    """Train the model, and return the exit code. Raises UserError for an argument that is not allowed."""
+    parser = cli.Parser(
+        description="Learn to reverse sequences with Flax's attention.",
+        example="python examples/attention_block.py --kind hc --steps 200",
+    )
+    parser.add_argument("--kind", default="mhc", choices=residual.kinds(), help="residual topology (default: mhc)")
+    parser.add_argument("--steps", type=int, default=100, help="of the training (default: 100)")
     args = parser.parse_args(arguments)
+    if args.steps < 1:
+        raise UserError(f"--steps: given {args.steps}, allowed: 1 or more")
     model = Reverser(32, args.kind, nnx.Rngs(0))
     optimizer = nnx.Optimizer(model, optax.adam(3e-3), wrt=nnx.Param)
     rng = np.random.default_rng(0)
@@ -82,8 +89,8 @@ def main(arguments: list[str] | None = None) -> float:
         loss = float(train_step(model, optimizer, jnp.asarray(rng.integers(0, VOCABULARY, (32, LENGTH)))))
         if step % 20 == 0 or step == args.steps - 1:
             print(f"step {step:4d}  loss {loss:.3f} nats a token (a guess: {np.log(VOCABULARY):.3f})", flush=True)
-    return loss
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    cli.run_main(main)

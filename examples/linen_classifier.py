@@ -8,7 +8,7 @@ An nnx module that a Linen module makes itself would not be trained, and is refu
 
 from __future__ import annotations
 
-import argparse
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -18,6 +18,8 @@ import optax
 from flax import linen as nn
 from flax import nnx
 
+from mhc import cli, residual
+from mhc.errors import UserError
 from mhc.residual import HyperConnection
 
 CLASSES = 3
@@ -62,14 +64,20 @@ def spirals(count: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
     return points.astype(np.float32), labels.astype(np.int32)
 
 
-def main(arguments: list[str] | None = None) -> tuple[float, float]:
-    """Train; return the share of unseen points that are classified right, and how far the connections moved."""
-    parser = argparse.ArgumentParser(description="Three spirals, a Flax Linen model")
-    parser.add_argument("--kind", default="mhc", help="residual topology: plain, hc, mhc, mhc_lite, kromhc, identity")
-    parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument("--width", type=int, default=32)
-    parser.add_argument("--depth", type=int, default=6)
+def main(arguments: Sequence[str]) -> int:
+    """Train the model, and return the exit code. Raises UserError for an argument that is not allowed."""
+    parser = cli.Parser(
+        description="Learn to tell three spirals apart with a Flax Linen model.",
+        example="python examples/linen_classifier.py --kind hc --steps 200",
+    )
+    parser.add_argument("--kind", default="mhc", choices=residual.kinds(), help="residual topology (default: mhc)")
+    parser.add_argument("--steps", type=int, default=100, help="of the training (default: 100)")
+    parser.add_argument("--width", type=int, default=32, help="of the streams (default: 32)")
+    parser.add_argument("--depth", type=int, default=6, help="in sublayers (default: 6)")
     args = parser.parse_args(arguments)
+    for name in ("steps", "width", "depth"):
+        if getattr(args, name) < 1:
+            raise UserError(f"--{name}: given {getattr(args, name)}, allowed: 1 or more")
     model = Classifier(args.width, args.depth, args.kind)
     start: dict[str, Any] = model.init(jax.random.key(0), spirals(1, seed=0)[0])["params"]
     optimizer = optax.adam(3e-3)
@@ -96,8 +104,8 @@ def main(arguments: list[str] | None = None) -> tuple[float, float]:
     moved = max((max(jax.tree.leaves(leaf)) for name, leaf in change.items() if name.startswith("conn")), default=0.0)
     print(f"{args.kind}: {100 * accuracy:.1f} % of unseen points right (by chance {100 / CLASSES:.0f} %)")
     print(f"the connections' parameters moved by up to {moved:.3f}")
-    return accuracy, moved
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    cli.run_main(main)

@@ -8,7 +8,7 @@ This needs jax, flax and optax, and `mhc.residual` of this project.
 
 from __future__ import annotations
 
-import argparse
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,8 @@ import numpy as np
 import optax
 from flax import nnx
 
+from mhc import cli, residual
+from mhc.errors import UserError
 from mhc.residual import HyperConnection
 
 CLASSES = 3
@@ -72,14 +74,20 @@ def train_step(model: Classifier, optimizer: nnx.Optimizer, points: jax.Array, l
     return loss
 
 
-def main(arguments: list[str] | None = None) -> float:
-    """Train the model; return the share of unseen points that it classifies right."""
-    parser = argparse.ArgumentParser(description="Learn to tell three spirals apart with residual MLP blocks.")
-    parser.add_argument("--kind", default="mhc", help="residual topology: plain, hc, mhc, mhc_lite, kromhc, identity")
-    parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument("--width", type=int, default=32)
-    parser.add_argument("--depth", type=int, default=6)
+def main(arguments: Sequence[str]) -> int:
+    """Train the model, and return the exit code. Raises UserError for an argument that is not allowed."""
+    parser = cli.Parser(
+        description="Learn to tell three spirals apart with residual MLP blocks.",
+        example="python examples/mlp_classifier.py --kind hc --steps 200",
+    )
+    parser.add_argument("--kind", default="mhc", choices=residual.kinds(), help="residual topology (default: mhc)")
+    parser.add_argument("--steps", type=int, default=100, help="of the training (default: 100)")
+    parser.add_argument("--width", type=int, default=32, help="of the streams (default: 32)")
+    parser.add_argument("--depth", type=int, default=6, help="in sublayers (default: 6)")
     args = parser.parse_args(arguments)
+    for name in ("steps", "width", "depth"):
+        if getattr(args, name) < 1:
+            raise UserError(f"--{name}: given {getattr(args, name)}, allowed: 1 or more")
     model = Classifier(args.width, args.depth, args.kind, nnx.Rngs(0))
     optimizer = nnx.Optimizer(model, optax.adam(3e-3), wrt=nnx.Param)
     for step in range(args.steps):
@@ -89,8 +97,8 @@ def main(arguments: list[str] | None = None) -> float:
     points, labels = spirals(1000, seed=10**6)
     accuracy = float(np.mean(np.argmax(nnx.jit(lambda m, p: m(p))(model, points), axis=-1) == labels))
     print(f"{args.kind}: {100 * accuracy:.1f} % of unseen points right (by chance {100 / CLASSES:.0f} %)")
-    return accuracy
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    cli.run_main(main)

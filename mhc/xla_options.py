@@ -34,6 +34,22 @@ def unknown_flags(flags: Iterable[str]) -> set[str]:
     return set() if named is None else set(named[1].split())
 
 
+_REFUSALS = {
+    r"Unknown flags? in XLA_FLAGS: (.+)": "this release of XLA does not know {}",
+    r"Couldn't interpret value (\S*) for flag (\S+?)\.?$": "given {} for --{}, which is no value of it",
+    r'Could not open file "(.+?)" to read flags': "given {}, which is no file of flags; a flag begins with --",
+}
+
+
+def refusal(log: str) -> str | None:
+    """Return what XLA has against ``XLA_FLAGS``, as a line, from what a process wrote that it ended; else None."""
+    for pattern, words in _REFUSALS.items():
+        told = re.search(pattern, log, re.MULTILINE)
+        if told is not None:
+            return f"XLA_FLAGS: {words.format(*told.groups())}"
+    return None
+
+
 def known_options(options: Mapping[str, bool | int]) -> dict[str, bool | int]:
     """Return those of some options for ``jax.jit(compiler_options=…)`` on a CPU that the installed XLA knows."""
     return {name: value for name, value in options.items() if _is_known(name, value)}

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mhc import config as configs
+from mhc import xla_options
 from mhc.config import Config
 from mhc.errors import UserError
 from tpu import hlo
@@ -51,7 +52,8 @@ def compile_step(config: Config, slice_: Slice, *, plan_only: bool) -> Outcome:
     """Compile the step of a config on its mesh, with ``plan_only`` no further than XLA's plan.
 
     Raises:
-      UserError: libtpu is missing, or the mesh does not fit the slice or the batch.
+      UserError: libtpu is missing, XLA refuses the environment's XLA_FLAGS, or the mesh does not fit the slice or the
+        batch.
       RuntimeError: the compiler failed; the message has its last lines.
     """
     with tempfile.TemporaryDirectory() as name:
@@ -74,8 +76,11 @@ def compile_step(config: Config, slice_: Slice, *, plan_only: bool) -> Outcome:
             raise UserError(answer["error"])
         plan = _planned(folder)
         if plan is None and "used" not in answer:
-            lines = (folder / "log").read_text().splitlines()
-            raise RuntimeError("the compiler failed:\n" + "\n".join(lines[-20:]))
+            text = (folder / "log").read_text(errors="replace")
+            refusal = xla_options.refusal(text)
+            if refusal is not None:
+                raise UserError(refusal)
+            raise RuntimeError("the compiler failed:\n" + "\n".join(text.splitlines()[-20:]))
         return Outcome(
             hlo.memory(plan[0]) if plan and "used" not in answer else None,
             answer.get("used"),

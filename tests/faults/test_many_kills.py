@@ -28,6 +28,9 @@ STEPS = 800
 LIMIT = 300.0  # seconds that a life may take on a busy machine
 # Where the fifty lives end. "commit": a checkpoint's files lie in their temporary folder, which is not renamed yet.
 KILLS = {"commit": 14, "checkpoint": 8, "step": 12, "validation": 6, "probe": 6, "data": 2, "start": 2}
+GRID_STEPS = 200  # of each of three arms
+# When the ten lives of the grid end: up to three seconds after an arm's process begins, or after so many steps.
+GRID_KILLS = {"start": 3, "steps": 7}
 
 ONE_DEVICE = {
     **os.environ,
@@ -121,9 +124,9 @@ def timeless(value: Any) -> Any:
 def test_ten_kills_of_a_grid_leave_the_bits_of_an_undisturbed_one(
     tmp_path: Path, record_property: Callable[[str, object], None]
 ) -> None:
-    """Every process of the grid is killed at a random time, and the same command is given again."""
+    """Every process of the grid is killed while an arm runs, and the same command is given again, ten times."""
     made = fields(write_corpus(tmp_path / "texts"))
-    made["train"]["steps"] = 120
+    made["train"]["steps"] = GRID_STEPS
     write_config(tmp_path / "base.py", made)
     (tmp_path / "grid.py").write_text(
         "from mhc.grid import *\ndef get_grid():\n"
@@ -139,41 +142,81 @@ def test_ten_kills_of_a_grid_leave_the_bits_of_an_undisturbed_one(
             env=ONE_DEVICE,
         )
 
-    began = time.monotonic()
     assert grid(tmp_path / "calm").wait(timeout=3 * LIMIT) == 0
-    whole = time.monotonic() - began
-    draw, killed = random.Random(time.time_ns()), 0
-    while killed < 10:
-        runner = grid(tmp_path / "killed")
-        try:
-            code = runner.wait(timeout=draw.uniform(0.1, 0.45) * whole)
-        except subprocess.TimeoutExpired:
-            os.killpg(runner.pid, signal.SIGKILL)
-            runner.wait(timeout=60)
-            for record in (tmp_path / "killed").glob("*/arm.json"):
-                end_arm(record)
-            killed += 1
-        else:
-            assert code == 0
-            break
-    assert killed >= 3  # a fast grid may end before the tenth
-    assert grid(tmp_path / "killed").wait(timeout=3 * LIMIT) == 0
     arms = sorted(path.parent for path in (tmp_path / "calm").glob("*/arm.json"))
     assert len(arms) == 3
+    folder, draw = tmp_path / "killed", random.Random(time.time_ns())
+    wheres = [where for where, count in GRID_KILLS.items() for _ in range(count)]
+    draw.shuffle(wheres)
+    struck: collections.Counter[str] = collections.Counter()
+    share = len(arms) * GRID_STEPS / len(wheres)  # steps of the grid for each kill
+    for number, where in enumerate(wheres):
+        # No sooner than the share of the kill begins, and no later than in its middle: there is always more to do.
+        target = (number + draw.uniform(0.0, 0.5)) * share
+        while not killed(grid, folder, draw.uniform(0.0, 3.0) if where == "start" else None, target):
+            pass  # it fell between two arms, where none runs
+        struck[where] += 1
+    assert struck == GRID_KILLS
+    assert grid(folder).wait(timeout=3 * LIMIT) == 0
     for calm in arms:
-        assert_equal_runs(tmp_path / "killed" / calm.name, calm)
-        assert events(tmp_path / "killed" / calm.name) == events(calm)
-    record_property("cases of kill -9 of a grid", killed)
+        assert_equal_runs(folder / calm.name, calm)
+        assert events(folder / calm.name) == events(calm)
+    for where, count in struck.items():
+        record_property(f"cases of kill -9 of a grid ({where})", count)
 
 
-def end_arm(record: Path) -> None:
-    """Kill an arm's own process, which may stand in a session of its own."""
-    try:
-        told = json.loads(record.read_text())
-        if told.get("state") == "running":
-            os.kill(told["pid"], signal.SIGKILL)
-    except (ProcessLookupError, KeyError, ValueError):
-        pass
+def killed(
+    grid: Callable[[Path], subprocess.Popen[bytes]], folder: Path, seconds: float | None, steps: float
+) -> list[int]:
+    """Start a grid, and kill it while an arm runs.
+
+    Args:
+      grid: starts it. folder: of the grid.
+      seconds: how long after the process of an arm begins it is killed; None: it is killed after ``steps``.
+      steps: of all arms together, those of earlier lives too.
+
+    Returns:
+      The processes of arms that were killed.
+    """
+    earlier = set(arm_processes(folder))
+    runner = grid(folder)
+    wait_for(lambda: set(arm_processes(folder)) - earlier, runner)
+    if seconds is None:
+        wait_for(lambda: sum(logged(arm) for arm in folder.glob("*")) >= steps, runner)
+    else:
+        time.sleep(seconds)
+    assert runner.poll() is None, "the grid was over before all kills"
+    os.killpg(runner.pid, signal.SIGKILL)
+    runner.wait(timeout=60)
+    return [pid for pid in arm_processes(folder) if end_arm(pid)]
+
+
+def wait_for(what: Callable[[], object], runner: subprocess.Popen[bytes]) -> None:
+    """Wait until something holds, or the runner has ended."""
+    limit = time.monotonic() + LIMIT
+    while not what() and runner.poll() is None:
+        assert time.monotonic() < limit
+        time.sleep(0.002)
+
+
+def arm_processes(grid: Path) -> list[int]:
+    """Return the processes of a grid's arms that are said to run, whether they do or not."""
+    pids = []
+    for record in grid.glob("*/arm.json"):
+        with contextlib.suppress(ValueError, OSError):  # it is being replaced
+            told = json.loads(record.read_text())
+            if told.get("state") == "running" and "pid" in told:
+                pids.append(told["pid"])
+    return pids
+
+
+def end_arm(pid: int) -> bool:
+    """Kill the process of an arm, which stands in a session of its own; return whether it was there."""
+    with contextlib.suppress(OSError):
+        if b"mhc.grid.child" in Path(f"/proc/{pid}/cmdline").read_bytes():  # no other that has its number by now
+            os.kill(pid, signal.SIGKILL)
+            return True
+    return False
 
 
 STEPS_LONG, EVERY = 20_000, 250

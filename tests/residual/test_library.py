@@ -116,6 +116,29 @@ def test_an_example_learns(program: str, arguments: list[str], said: str, capsys
     assert re.search(said, out), out
 
 
+@pytest.mark.parametrize("program", ["mlp_classifier", "attention_block", "linen_classifier"])
+def test_an_example_explains_itself_and_a_mistake_is_one_line(
+    program: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = str(ROOT / "examples" / f"{program}.py")
+
+    def run(*arguments: str) -> tuple[object, str, str]:
+        monkeypatch.setattr(sys, "argv", [path, *arguments])
+        with pytest.raises(SystemExit) as ended:
+            runpy.run_path(path, run_name="__main__")
+        return (ended.value.code, *capsys.readouterr())
+
+    code, out, _ = run("--help")
+    assert code == 0 and f"example:\n  python examples/{program}.py --kind hc --steps 200\n" in out
+    for arguments, words in (
+        (["--kind", "mhcc"], "argument --kind: invalid choice: 'mhcc'"),
+        (["--steps", "0"], "--steps: given 0, allowed: 1 or more"),
+        (["--step", "3"], "unknown argument --step (did you mean --steps?)"),
+    ):
+        code, _, err = run(*arguments)
+        assert code == 2 and words in err and err.startswith("error: ") and err.count("\n") == 1, err
+
+
 def test_importing_the_library_pulls_in_jax_and_flax_only() -> None:
     code = "import sys, mhc.residual; print(*sys.modules)"
     done = subprocess.run(

@@ -7,10 +7,12 @@ import importlib.util
 import json
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +20,7 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from mhc import xla_options
 from mhc.chips import GIB
 from mhc.config import Config, MeshConfig
 from mhc.errors import UserError
@@ -119,6 +122,34 @@ def test_what_a_program_that_does_not_fit_would_need():
     early += "exceeds available HBM (15.75G)."
     assert xla_process.used_bytes(early) == 17.5 * GIB
     assert xla_process.used_bytes("INTERNAL: Mosaic failed to compile TPU kernel") is None
+
+
+@pytest.mark.parametrize(
+    ("flags", "line"),
+    [
+        ("--xla_no_such_flag=1", "XLA_FLAGS: this release of XLA does not know --xla_no_such_flag=1"),
+        (
+            "--xla_backend_optimization_level=high",
+            "XLA_FLAGS: given high for --xla_backend_optimization_level, which is no value of it",
+        ),
+        ("xla_dump_to=/x", "XLA_FLAGS: given xla_dump_to=/x, which is no file of flags; a flag begins with --"),
+    ],
+)
+def test_flags_that_xla_refuses_are_one_line(flags: str, line: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """XLA ends the process that it compiles in; without libtpu that process would not come to read them."""
+    start = subprocess.Popen
+
+    def read_flags(command: list[str], **options: Any) -> subprocess.Popen[bytes]:
+        return start([sys.executable, "-c", xla_options._READ_FLAGS], **options)
+
+    monkeypatch.setenv("XLA_FLAGS", flags)
+    monkeypatch.setattr(subprocess, "Popen", read_flags)
+    with pytest.raises(UserError, match=f"^{re.escape(line)}$"):
+        xla_process.compile_step(small("mhc"), slices.parse_slice("v5e:2x2"), plan_only=True)
+
+
+def test_another_end_of_the_compiler_is_no_refusal_of_flags() -> None:
+    assert xla_options.refusal("INTERNAL: Mosaic failed to compile TPU kernel\nF0000 Check failed: x") is None
 
 
 def test_a_plan_is_read_when_it_is_whole(tmp_path):

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from mhc.eval.compare.beliefs import Beliefs
 from mhc.eval.compare.ngram import Baselines
 from mhc.eval.compare.recompute import Recomputed
 from mhc.eval.compare.runs import Arm, measures
@@ -28,6 +29,7 @@ class Comparison:
         baselines: byte n-gram models on the first arm's data.
         recomputed: {arm: gains of its last checkpoint}; None where they were not recomputed.
         warnings: what the reader must know first.
+        beliefs: what eval.windtunnel measured; None where an arm is not trained on a wind tunnel.
     """
 
     arms: Sequence[Arm]
@@ -38,6 +40,7 @@ class Comparison:
     baselines: Baselines
     recomputed: Mapping[str, Recomputed] | None = None
     warnings: Sequence[str] = ()
+    beliefs: Beliefs | None = None
 
     @property
     def crowded(self) -> bool:
@@ -55,6 +58,7 @@ def comparison_of(
     baselines: Baselines,
     recomputed: Mapping[str, Recomputed] | None = None,
     warnings: Sequence[str] = (),
+    beliefs: Beliefs | None = None,
 ) -> Comparison:
     """Return the comparison of runs: topologies, pairs, events and measures are read off the arms."""
     groups = topologies(arms)
@@ -66,4 +70,4 @@ def comparison_of(
         result = (recomputed or {}).get(name)
         row["recomputed_gain_difference"] = result.difference if result else None
         row["recomputed_gains"] = result.peaks if result else None
-    return Comparison(arms, groups, paired(groups), histories, table, baselines, recomputed, warnings)
+    return Comparison(arms, groups, paired(groups), histories, table, baselines, recomputed, warnings, beliefs)

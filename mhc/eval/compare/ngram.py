@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mhc.config import DataConfig
+from mhc.data.windtunnel import is_windtunnel
 from mhc.errors import UserError
 
 START = 256  # the context of a document's first byte
@@ -69,6 +70,8 @@ def baselines(data: DataConfig, *, max_bytes: int = MAX_BYTES) -> Baselines:
     """
     if data.source.startswith("tokens:") or (data.validation is not None and data.validation.startswith("tokens:")):
         return Baselines(None, None, "the source holds token ids only, no bytes to count")
+    if is_windtunnel(data.source):
+        return Baselines(None, None, "a wind tunnel has no text to count bytes of")
     from mhc.data.corpus.sources import documents  # tfds is heavy: only where there is text to count
 
     try:

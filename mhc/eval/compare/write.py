@@ -11,6 +11,7 @@ from mhc import full_disk, remote
 from mhc.config import DataConfig
 from mhc.errors import UserError
 from mhc.eval.compare import tables
+from mhc.eval.compare.beliefs import read as read_beliefs
 from mhc.eval.compare.comparison import Comparison, comparison_of, representatives
 from mhc.eval.compare.differences import unintended
 from mhc.eval.compare.figures.draw import draw
@@ -45,8 +46,9 @@ def compare(paths: Sequence[str | Path], out: str | Path | None = None, *, recom
         for arm in representatives(arms):  # each is a model to compile
             _say(f"recomputing gains of {arm.name} …")
             recomputed[arm.name] = recompute(arm)
+    beliefs = read_beliefs(arms, (target, root))
     _say("counting n-gram baselines …")
-    comparison = comparison_of(arms, baselines(_data_config(arms[0])), recomputed, warnings)
+    comparison = comparison_of(arms, baselines(_data_config(arms[0])), recomputed, warnings, beliefs)
     statements = findings(comparison)
     for finding in statements:
         if finding.warning:

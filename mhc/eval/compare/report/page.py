@@ -8,7 +8,7 @@ from mhc.eval.common.page import Drawn, document, figures, text
 from mhc.eval.compare.comparison import Comparison
 from mhc.eval.compare.findings import Finding
 from mhc.eval.compare.ngram import Baselines
-from mhc.eval.compare.report import arms, events, topologies
+from mhc.eval.compare.report import arms, beliefs, events, topologies
 from mhc.eval.compare.report.explanation import HOW_TO_READ
 
 _FEW = 6  # arms of which the details are open at first
@@ -36,7 +36,7 @@ def render(title: str, comparison: Comparison, statements: Sequence[Finding], dr
 <ul class="findings">{sentences}</ul>
 <h2>Topologies</h2>
 {topologies.table_of(comparison)}
-{_baselines(comparison.baselines)}
+{_baselines(comparison.baselines)}{beliefs.section(comparison.beliefs)}
 <h2>Curves</h2>
 {main}
 <h2>Stability</h2>
