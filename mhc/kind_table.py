@@ -83,6 +83,8 @@ class Kind:
     own_norms: bool = False
     """Whether its reads normalise in the place of the model's norms (``owns_norm`` of its topology): then a model that
     has trained norms cannot go on under it, whatever ``preserving`` says."""
+    fixes_collapse: str = ""
+    """The option that, when true, leaves no choice of the collapse; "": there is none."""
     options: Mapping[str, Option] = dataclasses.field(default_factory=dict)
     """Its options by name. Those that are arguments of its builder are passed to it."""
     parameters: Mapping[str, Parameter] = dataclasses.field(default_factory=dict)
@@ -149,8 +151,8 @@ def declare(kind: Kind, module: str | None = None) -> None:
     Raises:
       ValueError: another kind has the name; another kind declares a parameter of the same path, or an option of the
         same name, differently; an option's name is that of a field of every kind, or no identifier; the default N is
-        not among its streams; ``decayed_by``, ``preserving`` or ``convention`` names an option that it
-        lacks.
+        not among its streams; ``decayed_by``, ``preserving``, ``convention`` or ``fixes_collapse`` names an option that
+        it lacks.
     """
     if kind.name in _KINDS and _KINDS[kind.name] != kind:
         raise ValueError(f"residual kind {kind.name!r} is already declared differently")
@@ -180,6 +182,8 @@ def declare(kind: Kind, module: str | None = None) -> None:
             )
     if kind.convention and not (kind.convention in kind.options and kind.options[kind.convention].choices):
         raise ValueError(f"kind {kind.name!r}: convention names {kind.convention!r}, which is no option with choices")
+    if kind.fixes_collapse and kind.fixes_collapse not in kind.options:
+        raise ValueError(f"kind {kind.name!r}: fixes_collapse names {kind.fixes_collapse!r}, which is no option of it")
     for name in kind.preserving:
         if name not in (*COMMON, *kind.options):
             raise ValueError(f"kind {kind.name!r}: preserving names {name!r}, which is no field of it")

@@ -104,6 +104,7 @@ def _manifold(name: str, mixing: str, **fields: Any) -> Kind:
             choices=SINKHORN_PRESETS,
         ),
         "iters": Option("mhc: Sinkhorn iterations", default=20, low=1, anywhere=True),
+        "single_pass": Option("mhc and relatives: read with the weights that the sublayer before made", default=False),
         "rms_eps": _RMS_EPS,
         "map_eps": _MAP_EPS,
         "sinkhorn_eps": Option(
@@ -124,7 +125,8 @@ def _manifold(name: str, mixing: str, **fields: Any) -> Kind:
             "bias": Parameter(("maps",)),
             **fields.pop("parameters", {}),
         },
-        builder="mhc.residual.manifold:ManifoldHyperConnections",
+        fixes_collapse="single_pass",
+        builder="mhc.residual.single_pass:manifold_topology",
         mixing=mixing,
         **fields,
     )

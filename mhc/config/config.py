@@ -52,7 +52,7 @@ def resolve(config: Config, vocab_size: int) -> Config:
             module=kinds.modules_for(residual.kind, residual.module),
             n=residual.n or kind.default_streams,
             init=residual.init or next(iter(kind.inits), None),
-            collapse=residual.collapse or next(iter(kind.collapses), None),
+            collapse=residual.collapse or (None if residual.collapse_is_fixed else next(iter(kind.collapses), None)),
         ),
         schedule=dataclasses.replace(config.schedule, decay_steps=config.decay_steps),
         validation=dataclasses.replace(config.validation, rule=config.validation.rule or "spread"),

@@ -65,6 +65,9 @@ class ResidualGroup(Group):
             if allowed is not None:
                 refuse(f"residual.{name}", getattr(self, name), allowed)
         object.__setattr__(self, "options", _checked_options(self.spec, dict(options) | named))
+        if collapse is not None and self.collapse_is_fixed:
+            fixed = self.spec.fixes_collapse
+            refuse("residual.collapse", collapse, f"None with residual.{fixed}=True: how the streams end is fixed")
 
     def __post_init__(self) -> None:
         """Do nothing: ``__init__`` has checked every field."""
@@ -96,6 +99,11 @@ class ResidualGroup(Group):
     def spec(self) -> kinds.Kind:
         """Return what the kind declares."""
         return kinds.known()[self.kind]
+
+    @property
+    def collapse_is_fixed(self) -> bool:
+        """Return whether an option of the kind leaves no choice of the collapse."""
+        return bool(self.spec.fixes_collapse) and bool(getattr(self, self.spec.fixes_collapse))
 
     @property
     def is_plain(self) -> bool:

@@ -47,8 +47,10 @@ def residual_fields(residual: Mapping[str, Any]) -> dict[str, Any]:
     """
     configs.load_kinds({"residual": residual})
     fields = {"kind": kinds.PLAIN.name, **residual}
+    spec = kinds.known().get(str(fields["kind"]))
+    fixed = {"collapse"} if spec is not None and fields.get(spec.fixes_collapse) else set()
     for name, value in start.preserving(str(fields["kind"])).items():
-        if fields.get(name) is None:
+        if fields.get(name) is None and name not in fixed:
             fields[name] = value
     start.check_preserving(configs.from_config_dict({"residual": fields}).residual)
     return fields

@@ -99,6 +99,8 @@ class ManifoldHyperConnections(StreamTopology):
         **of_mixing: Any,
     ):
         check_sinkhorn(sinkhorn)
+        if of_mixing.pop("single_pass", False):
+            raise ValueError(f"single_pass: {type(self).__name__} carries no read weights; allowed: False")
         super().__init__(width, 4 if n is None else n, collapse or "mean", rms_eps=rms_eps, map_eps=map_eps, rngs=rngs)
         self.mixing = configured(mixing, {"sinkhorn": sinkhorn, "sublayers": sublayers, **of_mixing})
         self.mixing.check(self.n)

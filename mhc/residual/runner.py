@@ -75,7 +75,33 @@ class StreamRunner(Runner):
 
 
 class ManifoldRunner(StreamRunner):
-    """Computes the maps of mhc and its relatives; a subclass says what H_res the residual logits give."""
+    """Computes the maps of mhc and its relatives; a subclass says what H_res the residual logits give.
+
+    With ``single_pass`` the state is (streams, the weights [B, T, N] of the next read).
+    """
+
+    def expand(self, x):
+        streams = super().expand(x)
+        if not self.r.get("single_pass"):
+            return streams
+        return streams, np.broadcast_to(np.eye(self.n)[0], streams.shape[:-1])
+
+    def read(self, state, name, k):
+        if not self.r.get("single_pass"):
+            return super().read(state, name, k)
+        streams, weights = state
+        return (weights[..., None] * streams).sum(2), self.maps(streams, name)
+
+    def write(self, state, y, context):
+        if not self.r.get("single_pass"):
+            return super().write(state, y, context)
+        pre, post, res = context
+        return super().write(state[0], y, (post, res)), pre
+
+    def collapse(self, state):
+        if not self.r.get("single_pass"):
+            return super().collapse(state)
+        return (state[1][..., None] * state[0]).sum(2)
 
     def maps(self, x, name):
         n = self.n

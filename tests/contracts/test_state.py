@@ -19,9 +19,9 @@ from mhc.model.flops import flops_per_token
 from mhc.monitor import probes
 from mhc.residual import ResidualTopology
 from mhc.residual.protocol import State
+from mhc.residual.single_pass import SinglePassHyperConnections
 from mhc.rng import PathKey
 from tests.contracts.cases import specs
-from tests.contracts.topologies import SinglePass
 from tests.small import VOCAB, definition, initial, packed, relative_error, small
 
 TOKENS, WIDTH, SUBLAYERS = (3, 7), 10, 6  # no two sizes alike, nor any that a kind has
@@ -88,7 +88,7 @@ def test_settling_and_handing_on_keep_the_structure(kind: str) -> None:
         assert described(jax.eval_shape(function, state)) == described(state)
 
 
-class StreamsFirst(SinglePass):
+class StreamsFirst(SinglePassHyperConnections):
     """Breaks the rule: its read weights are [N, ...]."""
 
     def expand(self, h: jax.Array) -> Any:

@@ -14,10 +14,11 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from mhc import kernels, kind_table, kinds
+from mhc import kind_table, kinds
 from mhc.kinds import Kind, Option, Parameter
 from mhc.residual import Connection, Maps, Mixing, ResidualTopology, TokenMaps, protocol
 from mhc.residual.manifold import ManifoldHyperConnections, ManifoldMaps
+from mhc.residual.single_pass import SinglePassHyperConnections
 
 Streams = tuple[jax.Array, ...]
 EPS = 1e-6
@@ -26,36 +27,9 @@ EPS = 1e-6
 # Single pass: the state holds more than streams -----------------------------------------------------------------------
 
 
-class SinglePassMaps(ManifoldMaps):
-    """The read weights of sublayer k are those that sublayer k - 1 computed: one pass over the streams gives both."""
-
-    def read(self, state: Any) -> tuple[jax.Array, Any]:
-        x, pre = state
-        return kernels.read(x, jnp.moveaxis(pre, -1, 0)), (pre, self.token_maps(x))
-
-    def write(self, state: Any, y: jax.Array, context: Any) -> Any:
-        x, _ = state
-        _, maps = context
-        return kernels.write(x, y, maps.post, maps.res), jnp.moveaxis(maps.pre, 0, -1)
-
-    def maps(self, context: Any) -> Maps:
-        applied, maps = context
-        return super().maps(maps)._replace(pre=applied)
-
-
-class SinglePass(ManifoldHyperConnections):
-    """State: (streams [..., N, D], pre [..., N] float32). Sublayer 0 reads the mean."""
-
-    maps_class = SinglePassMaps
-
-    def expand(self, h: jax.Array) -> Any:
-        return super().expand(h), jnp.full((*h.shape[:-1], self.n), 1.0 / self.n, jnp.float32)
-
-    def collapse(self, state: Any) -> jax.Array:
-        return super().collapse(state[0])
-
-    def streams(self, state: Any) -> jax.Array:
-        return state[0]
+def single_pass(width: int, *, collapse: str | None = None, **options: Any) -> SinglePassHyperConnections:
+    """The builder of mhc with single_pass, as a kind: what holds of kinds is held of the option too."""
+    return SinglePassHyperConnections(width, **options)
 
 
 # Deferred: a write is pending, and its maps lie tokens last -----------------------------------------------------------
@@ -344,7 +318,7 @@ NORMED = Kind(
     },
 )
 BUILDERS: dict[str, tuple[Kind, protocol.Builder]] = {
-    "single_pass": (SINGLE_PASS, SinglePass),
+    "single_pass": (SINGLE_PASS, single_pass),
     "deferred": (DEFERRED, Deferred),
     "sixteen": (SIXTEEN, sixteen),
     "sources": (SOURCES, Sources),

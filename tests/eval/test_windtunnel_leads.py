@@ -211,6 +211,12 @@ def test_a_small_grid_goes_through_the_whole_program(
     assert len(again) == 1
 
 
+def test_its_help_needs_no_folder(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(["--leads", "--help"])
+    assert end.value.code == 0 and "readings.jsonl" in capsys.readouterr().out
+
+
 def test_what_is_no_grid_of_wind_tunnels_is_refused(tmp_path: Path, grid: Path) -> None:
     with pytest.raises(UserError, match="no such folder"):
         main(["--leads", str(tmp_path / "nowhere"), "--out", str(tmp_path)])

@@ -29,7 +29,8 @@ def main(arguments: Sequence[str]) -> int:
         "--sequences", type=int, default=SEQUENCES, metavar="N", help=f"held-out sequences ({SEQUENCES})"
     )
     parser.add_argument("--out", required=True, metavar="DIR", help="where the page, leads.json and readings.jsonl go")
-    options = parser.parse_args(arguments)
+    asks = {"-h", "--help"} & set(arguments)  # argparse would miss the folders of a bare --leads first
+    options = parser.parse_args(["--help"] if asks else arguments)
     if options.sequences < 2:
         raise UserError(f"--sequences: given {options.sequences}, allowed: 2 or more")
     out = cli.check_writable(options.out, "--out")
