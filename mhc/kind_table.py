@@ -16,7 +16,7 @@ from mhc.errors import UserError, did_you_mean
 from mhc.rules import Rule
 
 # The fields that every kind has; all other fields of `residual.*` are options of kinds.
-COMMON = ("kind", "n", "init", "collapse", "module")
+COMMON = ("kind", "n", "init", "collapse", "module", "value_residual", "value_init")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -27,6 +27,7 @@ def check(config: Groups) -> None:
     _check_norm(config.norm)
     _check_remat(config.model)
     _check_kind(config)
+    _check_value_residual(config)
     _check_schedule(config)
     _check_start(config)
     _check_distributed(config.distributed)
@@ -45,6 +46,16 @@ def _check_kind(config: Groups) -> None:
         raise
     except Exception as error:  # a kind from elsewhere is the user's code
         raise UserError(f"residual.kind={config.residual.kind}: its check failed{failure(error)}") from error
+
+
+def _check_value_residual(config: Groups) -> None:
+    residual, kind = config.residual, config.attention.kind
+    if not residual.value_residual:
+        refuse_unused(residual, ("value_init",), "without residual.value_residual")
+    elif kind == "mla":
+        refuse("residual.value_residual", True, "False with attention.kind=mla: its cache holds latents, not values")
+    elif kind != "heads":
+        refuse("residual.value_residual", True, f"False with attention.kind={kind}: no token reads another's values")
 
 
 # Model ----------------------------------------------------------------------------------------------------------------

@@ -219,6 +219,15 @@ class ResidualConfig(ResidualGroup, group="residual"):
     collapse: str | None = setting(
         None, "how the streams become one after the last block; None: the kind's first way", choices=kinds.collapses
     )
+    value_residual: bool = setting(
+        False, "mix the values of block 0 into those of every later block's attention, with learned weights"
+    )
+    value_init: str | None = setting(
+        None,
+        "initial weights of value_residual; home: half and half; equivalent: nothing of block 0; None: equivalent with "
+        "init=equivalent, else home",
+        choices=("home", "equivalent"),
+    )
     module: str | None = setting(
         None,
         "modules that register kinds from elsewhere, separated by commas; None: the module that registered the kind",

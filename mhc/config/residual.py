@@ -24,6 +24,8 @@ class ResidualGroup(Group):
     init: str | None
     collapse: str | None
     module: str | None
+    value_residual: bool
+    value_init: str | None
     options: tuple[tuple[str, Any], ...]
 
     def __init__(
@@ -33,6 +35,8 @@ class ResidualGroup(Group):
         init: str | None = None,
         collapse: str | None = None,
         module: str | None = None,
+        value_residual: bool = False,
+        value_init: str | None = None,
         options: Iterable[tuple[str, Any]] = (),
         **named: Any,
     ):
@@ -44,6 +48,8 @@ class ResidualGroup(Group):
           init: the preset of the initial maps.
           collapse: how the streams become one.
           module: the modules to import, separated by commas.
+          value_residual: whether attention mixes in the values of block 0.
+          value_init: the preset of its weights.
           options: options of kinds as pairs of name and value.
           named: options of kinds by name; they override those of ``options``.
 
@@ -51,6 +57,7 @@ class ResidualGroup(Group):
           UserError: a module cannot be imported, a field is unknown, or a value is not allowed.
         """
         fields = {"kind": kind, "n": n, "init": init, "collapse": collapse, "module": module}
+        fields |= {"value_residual": value_residual, "value_init": value_init}
         if isinstance(module, str):
             kind_modules.load(module)
         if isinstance(kind, str) and kind not in kinds.names():
@@ -85,10 +92,14 @@ class ResidualGroup(Group):
         return _from_fields, (type(self), self.flat())
 
     def flat(self) -> dict[str, Any]:
-        """Return {field: value}, options beside the others; ``module`` is left out where there is none."""
+        """Return {field: value}, options beside the others.
+
+        ``module`` is left out where there is none, and the value residual's fields where they are not set: configs that
+        were stored before there were any have none.
+        """
         common = {name: getattr(self, name) for name in kinds.COMMON}
-        if self.module is None:
-            del common["module"]
+        unset = {"module": None, "value_residual": False, "value_init": None}
+        common = {name: value for name, value in common.items() if name not in unset or value != unset[name]}
         return common | dict(self.options)
 
     def changed(self, **fields: Any) -> Self:
@@ -107,8 +118,13 @@ class ResidualGroup(Group):
 
     @property
     def is_plain(self) -> bool:
-        """Return whether this is the plain residual, x' = x + F(x)."""
-        return self.spec.is_plain and not self.apart_from_plain
+        """Return whether this is the plain residual, x' = x + F(x), and no values of block 0 are mixed in."""
+        return self.spec.is_plain and not self.apart_from_plain and not self.value_residual
+
+    @property
+    def starts_values(self) -> str:
+        """Return the preset of the value residual's weights."""
+        return self.value_init or ("equivalent" if self.init == "equivalent" else "home")
 
     @property
     def apart_from_plain(self) -> dict[str, tuple[Any, Any]]:
@@ -122,7 +138,10 @@ class ResidualGroup(Group):
         values = {name: getattr(self, name) for name in needed}
         # A field that is None takes the kind's default or, where there is none, the value that keeps the function.
         values = {name: defaults.get(name, needed[name]) if value is None else value for name, value in values.items()}
-        return {name: (values[name], needed[name]) for name in needed if values[name] != needed[name]}
+        apart = {name: (values[name], needed[name]) for name in needed if values[name] != needed[name]}
+        if self.value_residual and self.starts_values != "equivalent":
+            apart["value_init"] = (self.starts_values, "equivalent")
+        return apart
 
 
 def _from_fields(group: type[ResidualGroup], fields: Mapping[str, Any]) -> ResidualGroup:

@@ -183,6 +183,11 @@ def express(config: Config) -> tuple[Family, dict[str, Any]]:
     Raises:
       UserError: there is none. The line names the nearest family and what it lacks.
     """
+    if config.residual.value_residual:
+        raise UserError(
+            "residual.value_residual: no family of Hugging Face has it; python -m mhc.interop.export writes it in our "
+            "names"
+        )
     if not config.residual.is_plain:
         apart = config.residual.apart_from_plain if config.residual.spec.is_plain else {}
         given = f"residual.{next(iter(apart))}" if apart else f"residual.kind={config.residual.kind}"

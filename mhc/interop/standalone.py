@@ -52,6 +52,7 @@ class Model:
 
     def __init__(self, config, tensors):
         self.c, self.tensors = config, tensors
+        self.first_values = np.zeros(())  # of layer 0's attention, where later layers mix them in
         self.residual = Residual(self)
 
     def w(self, name):
@@ -101,6 +102,10 @@ class Model:
         a, length = self.c["attention"], x.shape[1]
         heads = self.latent_heads if a["kind"] == "mla" else self.plain_heads
         q, k, v = heads(x, name)  # [B, T, H, K], [B, T, G, K], [B, T, G, J]
+        if self.has(f"{name}.links.first_values.lam"):
+            self.first_values = v if layer == 0 else self.first_values
+            lam = self.w(f"{name}.links.first_values.lam")
+            v = v if layer == 0 else lam[0] * v + lam[1] * self.first_values
         k, v = (np.repeat(y, q.shape[2] // y.shape[2], axis=2) for y in (k, v))
         scale = a["scale"] or 1.0 / math.sqrt(q.shape[-1])
         scores = np.einsum("bthk,buhk->bhtu", q, k, optimize=True) * scale

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from mhc.kernels.checks import accumulation_dtype
 from mhc.residual.arrays import check_axes, check_leading, check_streams, named, promoted
 
 if TYPE_CHECKING:
@@ -171,11 +172,11 @@ def depth_read_parts(
       (u [..., D], the weights of all rows in their order [sum J_i, ...]; 0 where a row does not count).
     """
 
-    def wide(part: jax.Array) -> jax.Array:
-        return part.astype(jnp.promote_types(part.dtype, jnp.float32))
+    dtype = accumulation_dtype(weight, *parts)
+    weight = weight.astype(dtype)
 
     def logits(part: jax.Array, there: jax.Array) -> jax.Array:
-        part = wide(part)
+        part = part.astype(dtype)
         raw = part @ weight * jax.lax.rsqrt(jnp.mean(part * part, axis=-1) + rms_eps)
         return jnp.where(there.reshape(-1, *(1,) * (raw.ndim - 1)), raw, -jnp.inf)
 
@@ -183,7 +184,7 @@ def depth_read_parts(
     u, first = None, 0
     for part in parts:
         share = weights[first : first + part.shape[0]]
-        term = jnp.einsum("j...,j...d->...d", share, wide(part))
+        term = jnp.einsum("j...,j...d->...d", share, part.astype(dtype))
         u, first = term if u is None else u + term, first + part.shape[0]
     assert u is not None
     return u, weights

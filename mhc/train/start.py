@@ -193,7 +193,8 @@ def state_of_weights(trainer: Trainer, run: Folder, step: int) -> TrainState:
 
 
 def _is_residual(path: str) -> bool:
-    return kinds.parameter(path) is not None
+    """Return whether a parameter is one of the residual's: of its connections, or of a link between layers."""
+    return kinds.parameter(path) is not None or "/core/links/" in path
 
 
 def _shapes(config: Config) -> dict[str, tuple[int, ...]]:
@@ -212,7 +213,8 @@ def _same_maps(config: Config, other: Config) -> bool:
 
 def _same_residual(config: Config, other: Config) -> bool:
     """Return whether two residuals differ in shapes at most."""
-    return config.residual.kind == other.residual.kind and config.streams == other.streams
+    ours, theirs = config.residual, other.residual
+    return (ours.kind, config.streams, ours.value_residual) == (theirs.kind, other.streams, theirs.value_residual)
 
 
 def _check_upcycling(config: Config, found: Config) -> None:
@@ -222,6 +224,7 @@ def _check_upcycling(config: Config, found: Config) -> None:
             [
                 f"residual.kind={found.residual.kind}",
                 f"n={found.streams}",
+                *(["value_residual=True"] if found.residual.value_residual else []),
                 *(f"{name}={value}" for name, (value, _) in apart.items()),
             ]
         )

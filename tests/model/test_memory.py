@@ -91,7 +91,6 @@ def by_hand(decoder: Decoder) -> jax.Array:
 
 
 def test_no_memory_is_carried_where_nobody_asks_for_it() -> None:
-    assert memory.LINKS == {}
     assert memory.empty(small(), 2, 9) == {}
 
 

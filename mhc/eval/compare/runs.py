@@ -269,7 +269,7 @@ def reference_arms(arm: Arm, arms: Sequence[Arm]) -> list[Arm]:
 def is_plain(arm: Arm) -> bool:
     """Return whether an arm computes x' = x + F(x), the residual that all others are measured against."""
     kind = kinds.known().get(arm.kind)
-    if kind is None or not kind.is_plain:
+    if kind is None or not kind.is_plain or arm.flat.get("residual.value_residual"):
         return False
     return all(arm.flat.get(f"residual.{field}", value) == value for field, value in kind.preserving.items())
 

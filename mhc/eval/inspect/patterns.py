@@ -36,7 +36,8 @@ def patterns(checkpoint: Checkpoint, tokens: Sequence[int], heads: Sequence[Head
             core = view.sublayer.core
             if not isinstance(core, Attention):
                 return {}
-            return {"scores": core.scores(view.sublayer.before(view.u), *view.args)[0, np.array(columns)]}
+            (context,) = view.args
+            return {"scores": core.scores(view.sublayer.before(view.u), context, view.memory)[0, np.array(columns)]}
 
         scores = observed(decoder, batch, observe)["scores"]
         return scores[np.array(layers)]

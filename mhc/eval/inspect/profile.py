@@ -48,7 +48,7 @@ def profile(checkpoint: Checkpoint, rows: Rows, tell: Tell = lambda done, total:
             core = view.sublayer.core
             if isinstance(core, Attention):
                 (context,) = view.args
-                scores = core.scores(view.sublayer.before(view.u), context)
+                scores = core.scores(view.sublayer.before(view.u), context, view.memory)
                 log_weights = jax.nn.log_softmax(scores, axis=-1)
                 weights = jnp.exp(log_weights)
                 entropy = -jnp.sum(jnp.where(weights > 0, weights * log_weights, 0.0), axis=-1)

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from mhc.residual.arrays import promoted
 from mhc.residual.protocol import Connection, ResidualTopology
 from mhc.residual.reads import depth_read_parts
 from mhc.residual.runner import Runner, softmax
@@ -60,11 +61,12 @@ def attend(state: State, query: jax.Array, scale: jax.Array, block: int, rms_eps
     def read(
         parts: list[jax.Array], there: list[jax.Array], query: jax.Array, scale: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
+        query, scale = promoted(query=query, scale=scale)
         return depth_read_parts(parts, there, query * scale, rms_eps)
 
     u, weights = read(parts, there, query, scale)
     ordered, place = weights[:rows], complete + 1
-    places = (place, place + past_first) if first is not None else (place,)
+    places = (place, place + past_first.astype(jnp.int32)) if first is not None else (place,)
     for at, row in zip(places, weights[rows:], strict=True):
         spot = (jnp.arange(rows) == at).reshape(-1, *(1,) * row.ndim)
         ordered = ordered + jnp.where(spot, row[None], 0.0)

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from mhc.kernels.checks import accumulation_dtype
 from mhc.residual.protocol import Connection, ResidualTopology
 from mhc.residual.runner import Runner
 from mhc.rng import PathKey
@@ -119,7 +120,7 @@ class DenseFormer(ResidualTopology):
         """Return the state after the average that ends a block."""
         past, x, last = state["past"], state["running"], state["blocks"] + 1
         row = jax.lax.dynamic_index_in_dim(self._counted(), state["blocks"], keepdims=False)
-        row = row.astype(jnp.promote_types(x.dtype, row.dtype))
+        row = row.astype(accumulation_dtype(x, row))
         # The newest X is apart, so that the backward pass needs the rows that the block began with and no second copy.
         earlier = jnp.where(jnp.arange(past.shape[0]) < last, row, 0.0)
         newest = jax.lax.dynamic_index_in_dim(row, last, keepdims=False)

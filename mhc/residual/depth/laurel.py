@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from mhc.residual import functional
+from mhc.residual.arrays import promoted
 from mhc.residual.protocol import Connection, ResidualTopology
 from mhc.residual.runner import Runner, softmax
 from mhc.rng import PathKey
@@ -44,7 +45,7 @@ class LaurelConnection(Connection):
 
     def measures(self, context: Any) -> dict[str, jax.Array]:
         """Return the shares a of the output and b of the stream, the same for every token."""
-        shares = 2.0 * jax.nn.softmax(self.w[...]) if "w" in self.names else jnp.ones(2)
+        shares = 2.0 * jax.nn.softmax(promoted(w=self.w[...])[0]) if "w" in self.names else jnp.ones(2)
         return {name: jnp.broadcast_to(shares[i], context) for i, name in enumerate(("output_share", "stream_share"))}
 
 
