@@ -122,7 +122,11 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 
 
 @pytest.mark.parametrize(
-    "source", ["windtunnel:bijection,symbols=4", "windtunnel:hmm,observations=2,states=2,symbols=2"]
+    "source",
+    [
+        "windtunnel:bijection,symbols=4",
+        pytest.param("windtunnel:hmm,observations=2,states=2,symbols=2", marks=pytest.mark.long),
+    ],
 )
 def test_the_program_measures_runs_and_compares_topologies(
     source: str, trained: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -148,6 +152,10 @@ def test_the_program_measures_runs_and_compares_topologies(
         assert f"<h2>{heading}</h2>" in page
     assert "has no keys" in page
     assert other["geometry"]["keys"] is None and one["geometry"]["keys"]
+    # The place tells the entropy of the bijection: no R² of it, and no figure.
+    assert ("entropy_r2" in found["topologies"]["mhc"]["depth"]) == ("hmm" in source)
+    assert (tmp_path / "out/depth_entropy.png").exists() == ("hmm" in source)
+    assert (tmp_path / "out/depth_log_posterior.csv").exists() and (tmp_path / "out/alignment.csv").exists()
 
 
 def test_more_observations_than_trained(trained: Callable[..., Path], capsys: pytest.CaptureFixture[str]) -> None:

@@ -21,6 +21,7 @@ from mhc.eval.windtunnel.leads.bands import (
     Trace,
     band,
     healthy,
+    judging,
     leaves,
     outcome,
     outcomes,
@@ -126,6 +127,14 @@ def test_a_topology_is_held_against_itself_at_the_lowest_rate() -> None:
     arms = [*HEALTHY, other, high]
     assert healthy(high, arms) == HEALTHY and healthy(other, arms) == []
     assert outcome(R2, other, arms, "spike") is None  # nothing tells its band
+
+
+def test_a_measure_may_judge_in_the_loss_place() -> None:
+    """As the held-out loss does, by its own band."""
+    arm = trace(falling(100), rate=0.1)
+    judged = judging(R2, "held_out", [*HEALTHY, arm])
+    assert [one.loss["held_out"] for one in judged] == [None, None, None, 100]
+    assert all(one.loss["spike"] is None for one in judged)
 
 
 def test_the_record_counts_every_arm_once() -> None:

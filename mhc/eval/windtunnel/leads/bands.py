@@ -192,6 +192,16 @@ def outcome(measure: Measure, trace: Trace, traces: Sequence[Trace], detector: s
     return Outcome(trace.arm, measure.name, left, loss, verdict)
 
 
+def judging(measure: Measure, detector: str, traces: Sequence[Trace]) -> list[Trace]:
+    """Return the traces with one more detector of the loss: the step at which a measure leaves its band."""
+    out = []
+    for trace in traces:
+        limits = band(measure, healthy(trace, traces))
+        left = None if limits is None else leaves(measure, trace.steps, trace.values[measure.name], limits)
+        out.append(dataclasses.replace(trace, loss={**trace.loss, detector: left.step if left else None}))
+    return out
+
+
 def outcomes(measures: Sequence[Measure], traces: Sequence[Trace], detector: str) -> list[Outcome]:
     """Return the outcome of each measure of each arm that has one."""
     found = (outcome(measure, trace, traces, detector) for trace in traces for measure in measures)

@@ -27,10 +27,13 @@ MEASURES = (
     Measure("alignment", "alignment of queries with keys", -1, 0.05),
     Measure("kl_bits", "KL(Bayes ‖ model), bits", 1, 0.05),
 )
+KL = MEASURES[-1]
 DETECTORS = {
     "spike": "the run flagged the loss, or something not finite (events.jsonl)",
-    "excess": "the training loss lies 0.1 nats above the median of the 201 steps before",
+    "excess": "the training loss lies 0.1 nats above the median of up to 201 steps before",
+    "held_out": "the held-out loss leaves its band: KL(Bayes ‖ model), which is that loss less what no model can learn",
 }
+HELD_OUT = "held_out"  # not read from a run: it follows from a measure
 READINGS = "readings.jsonl"
 _EVIDENCE = ("key_cosine_values", "key_cosine_observations")
 

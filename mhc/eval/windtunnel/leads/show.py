@@ -13,8 +13,8 @@ from mhc.eval.common.palette import palette
 from mhc.eval.common.sheet import Sheet
 from mhc.eval.common.terminal import aligned
 from mhc.eval.common.words import number
-from mhc.eval.windtunnel.leads.bands import Record, Trace, band, healthy, outcomes, record
-from mhc.eval.windtunnel.leads.reading import DETECTORS, MEASURES
+from mhc.eval.windtunnel.leads.bands import Measure, Record, Trace, band, healthy, judging, outcomes, record
+from mhc.eval.windtunnel.leads.reading import DETECTORS, HELD_OUT, KL, MEASURES
 from mhc.files import write_json
 
 TITLE = "Lead times of a belief over the loss"
@@ -33,7 +33,8 @@ def report(traces: Sequence[Trace]) -> dict[str, Any]:
     ``records`` holds the table of each detector, ``arms`` each arm's measures and outcomes, and ``topologies`` the
     measures at the last checkpoint, by topology and rate, with their differences from plain at equal seeds.
     """
-    found = {detector: outcomes(MEASURES, traces, detector) for detector in DETECTORS}
+    traces = judging(KL, HELD_OUT, traces)
+    found = {detector: outcomes(_measures(detector), traces, detector) for detector in DETECTORS}
     arms = []
     for trace in traces:
         crossed = {
@@ -63,12 +64,18 @@ def report(traces: Sequence[Trace]) -> dict[str, Any]:
         "measures": {measure.name: measure.words for measure in MEASURES},
         "detectors": DETECTORS,
         "records": {
-            detector: [_as_json(record(measure, every)) for measure in MEASURES] for detector, every in found.items()
+            detector: [_as_json(record(measure, every)) for measure in _measures(detector)]
+            for detector, every in found.items()
         },
         "events": {detector: sum(trace.loss[detector] is not None for trace in traces) for detector in DETECTORS},
         "topologies": topologies(traces),
         "arms": arms,
     }
+
+
+def _measures(detector: str) -> list[Measure]:
+    """Return the measures that are held against a detector: the held-out loss is not held against itself."""
+    return [measure for measure in MEASURES if detector != HELD_OUT or measure is not KL]
 
 
 def _as_json(row: Record) -> dict[str, Any]:
