@@ -313,7 +313,7 @@ def test_eight_devices_give_what_one_gives() -> None:
         np.array(list(by_case(ablation.measure(each, BIJECTION, SEQUENCES), "kl_bits").values()))
         for each in (one, eight)
     ]
-    np.testing.assert_allclose(*numbers, atol=1e-6)
+    np.testing.assert_allclose(numbers[0], numbers[1], atol=1e-6)
     shares = [gradients.follow(each, BIJECTION, SEQUENCES) for each in (one, eight)]
     np.testing.assert_allclose(shares[0].queries_per_value, shares[1].queries_per_value, rtol=1e-5)
     check_identities(eight, BIJECTION)
