@@ -14,6 +14,7 @@ import pytest
 from mhc import cli
 from mhc.eval.common import checkpoints
 from mhc.eval.common import rows as corpora
+from mhc.eval.common.ablation import Case, cases
 from mhc.eval.common.checkpoints import Checkpoint
 from mhc.eval.common.statistics import ratio
 from mhc.eval.inspect import __main__ as inspect
@@ -21,7 +22,6 @@ from mhc.eval.inspect import ablation, patching
 from mhc.eval.inspect import patterns as attention_patterns
 from mhc.eval.inspect import profile as profiles
 from mhc.eval.inspect import rows as inspected
-from mhc.eval.inspect.ablation import Case
 from mhc.eval.inspect.views.attention import NOTE
 from mhc.eval.perplexity.score import score
 from mhc.monitor import probes
@@ -101,7 +101,7 @@ def test_dead_heads_change_nothing_and_the_one_that_lives_is_found(loaded):
     checkpoint = loaded._replace(params={**loaded.params, "blocks": blocks})
     rows = inspected.read_rows(checkpoint, "validation", 0, 8)
     ablater = ablation.Ablater(checkpoint, rows)
-    which = [*ablation.cases(checkpoint.config), Case("heads", None, ((0, 1), (1, 1)))]
+    which = [*cases(checkpoint.config), Case("heads", None, ((0, 1), (1, 1)))]
     zero = ablater.ablate(which)
     corpus = corpora.packed(checkpoint.config, "validation", rows=0, batch_size=8)
     sums = score(checkpoint, corpus).sums
@@ -226,7 +226,7 @@ def test_a_mesh_changes_nothing(trained):
         rows = inspected.read_rows(checkpoint, "validation", 11, 3)
         one = profiles.profile(checkpoint, rows)
         means = ablation.mean_outputs(checkpoint, rows)
-        cut = ablation.Ablater(checkpoint, rows).ablate(ablation.cases(checkpoint.config), 0.0, means)
+        cut = ablation.Ablater(checkpoint, rows).ablate(cases(checkpoint.config), 0.0, means)
         clean, corrupted = list(b"width of"), list(b"width or")
         moved = patching.patch(checkpoint, clean, corrupted, "state", answer=32, other=101)
         patterns = attention_patterns.patterns(checkpoint, clean, [(0, 1), (2, 0)])

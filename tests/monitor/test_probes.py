@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import functools
 import time
+from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from mhc.config import Config
 from mhc.model.decoder import DecoderDefinition
+from mhc.monitor import probes
 from mhc.monitor.probes import BATCH_FIELDS, compile_probe
 from mhc.sharding import make_mesh, put_batch
 from mhc.train.step import Trainer
@@ -176,3 +179,23 @@ def test_a_probe_takes_no_more_than_three_steps():
             seconds[name].append(took)
     step, probe_ = (float(np.median(seconds[name][1:])) for name in ("step", "probe"))  # the first ones compile
     assert probe_ <= 3 * step, f"{probe_:.3f} s against {step:.3f} s"
+
+
+@pytest.mark.parametrize("kind", ["iso", "shc", "circulant"])
+def test_singular_values_and_signs_are_those_of_the_golden_products(kind: str) -> None:
+    """A stack has golden maps and singular values; an isometry keeps the largest and the smallest at 1."""
+    with np.load(Path(__file__).parents[1] / "golden" / f"stack_{kind}.npz") as golden:
+        res, singular = golden["n4/res"][:, :, None], golden["n4/composite_singular"]
+    counted = probes._Tokens(jnp.ones(res.shape[1:3], jnp.int32))
+    out = jax.jit(lambda res: probes.map_measures(res, counted))(jnp.asarray(res, jnp.float32))
+    for name, expected in {
+        "gain/composite_norm_mean": singular[..., 0].mean(-1),
+        "gain/composite_norm_max": singular[..., 0].max(-1),
+        "gain/composite_smallest_mean": singular[..., -1].mean(-1),
+        "gain/composite_smallest_min": singular[..., -1].min(-1),
+        "mix/negative": (np.maximum(-res, 0).sum((-2, -1)) / np.abs(res).sum((-2, -1))).mean((1, 2)),
+    }.items():
+        np.testing.assert_allclose(out[name], expected, rtol=0, atol=2e-5, err_msg=name)
+    if kind == "iso":
+        assert np.abs(np.asarray(out["gain/composite_smallest_min"]) - 1).max() <= 1e-4
+    assert (np.asarray(out["mix/negative"]) > 0).all() == (kind != "circulant")

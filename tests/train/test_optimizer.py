@@ -35,6 +35,9 @@ MAPS = {
     "plain": (),
     "hc": ("w_pre", "w_post", "w_res", "alpha", "b_pre", "b_post", "b_res"),
     **dict.fromkeys(("mhc", "mhc_lite", "kromhc", "identity"), ("phi", "alpha", "bias")),
+    **dict.fromkeys(("go_mhc", "iso", "ortho", "circulant"), ("phi", "alpha", "bias")),
+    "tbp_mhc": ("phi", "alpha", "bias", "delta"),
+    "shc": ("phi", "alpha", "bias", "gamma"),
 }
 MAPS |= {
     "frac": ("w_read", "w_post", "w_res", "alpha", "b_read", "b_post", "b_res"),
