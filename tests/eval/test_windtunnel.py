@@ -1,4 +1,4 @@
-"""A model's belief against the exact posterior: a perfect one has distance 0, and what only looks right is seen."""
+"""Test a model's belief against the exact posterior: a perfect one has distance 0, a merely similar one is seen."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_the_posterior_itself_has_no_distance(name: str) -> None:
 
 
 def test_without_context_nothing_is_known() -> None:
-    """At 8 symbols 3 − log2(8!) / 7 bits: what the control must reach, and no less."""
+    """At 8 symbols the control must reach 3 − log2(8!) / 7 bits, and no less."""
     drawn = Bijection(8).make(0, "validation", range(20_000))
     error = without_context(drawn.posterior).entropy_error.mean()
     assert error == pytest.approx(3 - np.log2(40320) / 7, abs=1e-3)
@@ -62,7 +62,7 @@ def test_an_entropy_that_is_right_on_the_wrong_support_is_seen(name: str) -> Non
 
 @tasks
 def test_entropies_that_are_right_on_average_alone_are_seen(name: str) -> None:
-    """The posteriors of other sequences: every mean over sequences is right, and no sequence is."""
+    """With the posteriors of other sequences every mean over sequences is right, and no sequence is."""
     posterior = SEQUENCES[name].posterior
     shuffled = 0.999 * np.roll(posterior, 1, axis=0) + 0.001 / posterior.shape[-1]
     found = distances(np.log(shuffled), posterior, 0)
