@@ -1,4 +1,4 @@
-"""export: a folder that others read, and the one file that runs what only we can name."""
+"""Test export: a folder that others read, and the one file that runs what only we can name."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ TOKENS = np.random.default_rng(0).integers(0, 32, (2, 16))
 
 
 def exported(config: Config, params: Params, folder: Path, shard: int = export.SHARD) -> Path:
-    """What of an export the loader reads."""
+    """Write what the loader reads of an export, and return the folder."""
     places, leaf = export.our_names(config), hf.leaf_reader(params)
 
     def tensor(name: str) -> np.ndarray:
@@ -178,12 +178,12 @@ def test_every_residual_of_this_project_is_known() -> None:
 
 
 def unlike(x):
-    """A helper of this module, which model.py does not have."""
+    """Return a value; model.py does not have this helper of the test."""
     return x
 
 
 def sigmoid(x):
-    """Another function than that of model.py."""
+    """Return something else than the sigmoid of model.py does."""
     return 0.25 + 0.0 * x
 
 
@@ -264,7 +264,7 @@ METRICS = (
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An mHC run with a log of two steps, its weights anywhere."""
+    """Return an mHC run with a log of two steps and random weights."""
     config = small("mhc", residual={"iters": 3}, model={"vocab_size": 258})
     folder = untrained(config, random_params(config), tmp_path_factory.mktemp("export") / "run")
     (folder / "checkpoints" / "0").rename(folder / "checkpoints" / "2")
@@ -326,7 +326,7 @@ def byte_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> JsonTokenizer:
 
 @pytest.mark.parametrize("kind", ["bytes", "llama2", "bpe_no_unk", "beside"])
 def test_the_special_tokens_are_named_beside_the_tokeniser(tmp_path: Path, kind: str) -> None:
-    """For other tools, and for this one: the exported folder's tokeniser has the ids of the run's."""
+    """Other tools find them, and so does this project: the exported folder's tokeniser has the ids of the run's."""
     spec = "bytes"
     if kind != "bytes":
         file = "llama2" if kind == "beside" else kind
@@ -366,7 +366,7 @@ def test_a_plain_run_is_written_in_the_names_of_its_family(tmp_path: Path) -> No
 
 @pytest.mark.long
 def test_what_was_imported_is_exported_as_it_was_published(tmp_path: Path) -> None:
-    """Through a run: the tensors of the folder, bit for bit."""
+    """The tensors of the folder come back through a run bit for bit."""
     from mhc.interop.import_hf import import_hf
 
     source = HfFolder(GOLDEN / "hf_published" / "qwen3_qknorm")

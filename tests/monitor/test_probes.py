@@ -1,4 +1,4 @@
-"""Probes: gains and marginal errors against numpy products of the maps, over the tokens that are not padding."""
+"""Test probes: gains and marginal errors against numpy products of the maps, over the tokens that are not padding."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def probe(config: Config) -> Any:
 
 @functools.cache
 def mixing(config: Config) -> Any:
-    """(params, batch) -> H_res of every sublayer and token [S, B, T, N, N]."""
+    """Return H_res of every sublayer and token [S, B, T, N, N] for (params, batch)."""
     definition = DecoderDefinition(config)
 
     def run(params: Any, batch: Any) -> jax.Array:
@@ -49,7 +49,7 @@ def mixing(config: Config) -> Any:
 
 
 def gains_of(res: np.ndarray) -> dict[str, np.ndarray]:
-    """{forward, backward}_{single, composite} [S, tokens] of maps [S, tokens, N, N], in float64, by the definitions."""
+    """Return {forward, backward}_{single, composite} [S, tokens] of maps [S, tokens, N, N], float64, by definition."""
 
     def forward(h: np.ndarray) -> np.ndarray:
         return np.abs(h.sum(axis=-1)).max(axis=-1)
@@ -85,7 +85,7 @@ def test_plain_has_the_gains_of_its_scale(scale):
 
 @pytest.fixture(scope="module")
 def measured() -> tuple[dict[str, np.ndarray], np.ndarray]:
-    """(probe of an hc model whose maps are far from the identity, its maps [S, valid tokens, N, N])."""
+    """Return (probe of an hc model whose maps are far from the identity, its maps [S, valid tokens, N, N])."""
     config = small("hc")
     params, seen = random_params(config), batch()
     values = {name: np.asarray(value) for name, value in probe(config)(params, seen).items()}
@@ -145,8 +145,10 @@ def test_sinkhorn_leaves_its_error_in_the_columns(preset):
 
 @pytest.mark.long
 def test_a_probe_takes_no_more_than_three_steps():
-    """Medians at width 256 and depth 12, taken by turns. The step has no more rows than the probe: the default, of
-    eight times as many, takes longer still."""
+    """Medians, taken by turns, are compared at width 256 and depth 12.
+
+    The step has no more rows than the probe. By default it has eight times as many, and takes longer still.
+    """
     fields: dict[str, dict[str, Any]] = {
         "model": {"layers": 12, "width": 256},
         "attention": {"heads": 4},

@@ -81,6 +81,9 @@ class Section:
 SECTIONS: tuple[Section, ...] = (
     Section("depth", "Where the posterior can be read", "depth"),
     Section("geometry", "Geometry of attention", "geometry"),
+    Section("scales", "Two time scales", "scales"),
+    Section("ablation", "Without a head or a sublayer", "ablation"),
+    Section("gradients", "Gradient dynamics of attention", "gradients"),
 )
 
 
