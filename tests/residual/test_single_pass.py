@@ -1,4 +1,4 @@
-"""The option single_pass: golden values of its step and of a stack, in functions and in modules, and its refusals."""
+"""Test single_pass: golden values of its step and of a stack, in functions and in modules, and its refusals."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_step(preset: str, precision: bool) -> None:  # noqa: F811
 
 
 def topology_of(kind: str, case: Case) -> residual.ResidualTopology:
-    """The topology of a golden stack."""
+    """Return the topology of a golden stack."""
     n, width = case["states"].shape[-2:]
     options: dict[str, Any] = {"n": n, "sublayers": 6}
     if "option_s" in case:
