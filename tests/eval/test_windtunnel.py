@@ -15,7 +15,7 @@ from mhc.errors import UserError
 from mhc.eval.windtunnel.__main__ import main
 from mhc.eval.windtunnel.belief import Belief, longer
 from mhc.eval.windtunnel.measures import distances, optimum, without_context
-from mhc.eval.windtunnel.page import Found, topologies
+from mhc.eval.windtunnel.page import Measured, topologies
 from mhc.eval.windtunnel.sections import SECTIONS, Result, chosen
 from tests.small_runs import on_demand, run
 
@@ -183,15 +183,15 @@ def test_a_measure_that_is_unknown_is_refused() -> None:
 def test_scalars_of_a_measure_are_compared_by_seed() -> None:
     """mhc is 0.2 above plain at equal seeds, though seeds differ by more; a value that is absent makes no pair."""
 
-    def found(kind: str, seed: int, scalars: dict[str, float]) -> Found:
+    def run_of(kind: str, seed: int, scalars: dict[str, float]) -> Measured:
         posterior = SEQUENCES["hmm"].posterior
         none = without_context(posterior)
         belief = Belief(f"{kind}{seed}", kind, False, (seed, seed), "windtunnel:hmm", none, none, optimum(posterior))
-        return Found(belief, {"depth": Result(scalars, {})})
+        return Measured(belief, {"depth": Result(scalars, {})})
 
-    runs = [found("plain", seed, {"r2": 0.1 * seed}) for seed in range(4)]
-    runs += [found("mhc", seed, {"r2": 0.1 * seed + 0.2}) for seed in range(4)]
-    runs += [found("hc", 0, {}), found("hc", 9, {"r2": 0.5})]
+    runs = [run_of("plain", seed, {"r2": 0.1 * seed}) for seed in range(4)]
+    runs += [run_of("mhc", seed, {"r2": 0.1 * seed + 0.2}) for seed in range(4)]
+    runs += [run_of("hc", 0, {}), run_of("hc", 9, {"r2": 0.5})]
     compared = topologies(runs)
     assert compared["plain"]["depth"]["r2"]["value"] == pytest.approx(0.15)
     assert compared["plain"]["depth"]["r2_beyond_plain"] is None

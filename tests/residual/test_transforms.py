@@ -308,7 +308,7 @@ def test_a_mask_by_path_keeps_weight_decay_off_the_maps(kind: str) -> None:
 
 
 def test_groups_by_path_have_rules_of_their_own() -> None:
-    """optax.multi_transform trains maps by SGD at one rate and the rest by another; a rule that sets to zero freezes them."""
+    """optax.multi_transform gives maps one rate of SGD, the rest another; a rule that sets to zero freezes them."""
     h = tokens()
     for rule, rate in ((optax.sgd(0.5), 0.5), (optax.set_to_zero(), 0.0)):
         net = network("mhc")
