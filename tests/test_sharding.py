@@ -161,7 +161,7 @@ def test_streams_are_never_split(mesh):
     assert sharding.RULES["streams"] == ()
 
 
-@pytest.mark.parametrize("path", ["blocks/attention/core/bias", "blocks/mlp_residual/gamma", "elsewhere", "head"])
+@pytest.mark.parametrize("path", ["blocks/attention/core/bias", "blocks/mlp_residual/gain", "elsewhere", "head"])
 def test_an_unknown_path_is_an_error(path):
     with pytest.raises(ValueError, match=path):
         logical_axes(path, 2)

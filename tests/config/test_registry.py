@@ -96,6 +96,10 @@ OTHER: dict[str, Any] = {
     "block": 2,
     "dilation": 2,
     "variant": "rw",
+    "single_pass": True,
+    "s": 3,
+    "minorize": False,
+    "beta": 2.0,
 }
 
 

@@ -111,7 +111,7 @@ def test_no_rule_shadows_another():
 
 
 @pytest.mark.parametrize(
-    "path", ["blocks/attention/core/bias", "blocks/mlp/core/query", "blocks/attention_residual/gamma", "table", ""]
+    "path", ["blocks/attention/core/bias", "blocks/mlp/core/query", "blocks/attention_residual/gain", "table", ""]
 )
 def test_an_unknown_path_is_an_error(path):
     with pytest.raises(ValueError, match=path or "covers"):
