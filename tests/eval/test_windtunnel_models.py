@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import jax
@@ -15,6 +16,7 @@ from mhc.data.windtunnel import Bijection, HiddenMarkov, Task
 from mhc.eval.common.checkpoints import Checkpoint
 from mhc.eval.common.program import Program
 from mhc.eval.windtunnel import depth, geometry
+from mhc.files import jsonable
 from mhc.model.attention import Attention
 from mhc.model.decoder import Decoder, SublayerView
 from mhc.sharding import make_mesh, shardings
@@ -165,3 +167,12 @@ def test_memory_limits_the_batches(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "_BYTES", 200_000)
     for measure, whole_ in zip((depth.measure, geometry.measure), expected, strict=True):
         assert measure(model, BIJECTION, 10).scalars == pytest.approx(whole_, rel=1e-4, abs=1e-5)
+
+
+def test_a_model_that_diverged_has_no_scalars() -> None:
+    model = checkpoint(BIJECTION)
+    model = model._replace(params=jax.tree.map(lambda leaf: leaf * jnp.nan, model.params))
+    for measure in (depth.measure, geometry.measure):
+        result = measure(model, BIJECTION, 10)
+        assert not result.scalars
+        json.dumps(jsonable(result.json), allow_nan=False)

@@ -118,6 +118,8 @@ def random_null(count: int, size: int, draws: int = 200) -> tuple[float, float, 
 
 def principal(covariance: Float64[np.ndarray, "D D"]) -> Principal:
     """Return the principal components that a covariance has."""
+    if not np.isfinite(covariance).all():  # a model that diverged
+        return Principal(math.nan, math.nan, math.nan, np.full(len(covariance), np.nan))
     values, vectors = np.linalg.eigh(covariance)
     values = np.maximum(values, 0.0)[::-1]
     total = values.sum()
@@ -128,10 +130,10 @@ def principal(covariance: Float64[np.ndarray, "D D"]) -> Principal:
 
 
 def rank_correlation(first: np.ndarray, second: np.ndarray) -> float:
-    """Return |Spearman's ρ| of two series, ties sharing their mean rank; nan where one of them is constant."""
+    """Return |Spearman's ρ| of two series, ties sharing their mean rank; nan where one is constant or not finite."""
     from scipy import stats
 
-    if np.ptp(first) == 0 or np.ptp(second) == 0:
+    if not (np.ptp(first) > 0 and np.ptp(second) > 0):
         return math.nan
     return abs(float(stats.spearmanr(first, second).statistic))
 
@@ -139,6 +141,7 @@ def rank_correlation(first: np.ndarray, second: np.ndarray) -> float:
 # -------------------------------------------------------------------------------------------------------------- a model
 
 
+@np.errstate(invalid="ignore", over="ignore")  # a model that diverged gives nan, without a warning
 def look(checkpoint: Checkpoint, task: Task, sequences: int) -> Geometry:
     """Measure a checkpoint on held-out sequences of a task that it fits."""
     batches = _Batches(checkpoint, task, sequences)
