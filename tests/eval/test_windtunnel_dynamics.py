@@ -116,7 +116,10 @@ def check_identities(checkpoint: Checkpoint, task: Task) -> None:
         assert (values < 2e-5).all(), found
 
 
-@pytest.mark.parametrize("name", list(ATTENTION))
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=() if number == 0 else pytest.mark.product) for number, name in enumerate(ATTENTION)],
+)
 def test_the_identities_hold_in_models_of_every_attention(name: str) -> None:
     check_identities(model(BIJECTION, **ATTENTION[name]), BIJECTION)
 
@@ -307,6 +310,7 @@ def test_what_is_left_out_is_the_model_without_it() -> None:
         assert found.base[name] + found.change[name].value[number] == pytest.approx(direct, abs=1e-6)
 
 
+@pytest.mark.product
 def test_eight_devices_give_what_one_gives() -> None:
     one, eight = (model(BIJECTION, "mhc", devices) for devices in (1, 8))
     numbers = [
@@ -349,6 +353,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     return make
 
 
+@pytest.mark.long
 def test_the_program_follows_runs_over_their_checkpoints(
     trained: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

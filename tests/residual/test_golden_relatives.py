@@ -100,8 +100,14 @@ def test_stack(kind: str, precision: bool) -> None:  # noqa: F811
             assert_close(value, case[f"d_{key}"], tolerance(precision, 2e-4), f"{name} d_{key}")
 
 
-@pytest.mark.parametrize("scale", [5.0, 100.0, 1e4])
-@pytest.mark.parametrize("m", [3, 8, 32])
+@pytest.mark.parametrize(
+    ("m", "scale"),
+    [
+        pytest.param(m, scale, marks=() if scale == 1e4 or m == 8 else pytest.mark.product)
+        for m in (3, 8, 32)
+        for scale in (5.0, 100.0, 1e4)
+    ],
+)
 def test_rotations_stay_orthogonal_and_differentiable(m: int, scale: float) -> None:
     """For logits anywhere in +-1e4, alike or far apart, |Q^T Q - I| <= 1e-5 holds and every gradient is finite."""
     from mhc.residual.mixing.cayley import angles, rotation
