@@ -42,7 +42,7 @@ class Group:
 
     @property
     def exact(self) -> frozenset[str]:
-        """What its H_res keeps to rounding: see ``Mixing.exact``. What tests register mixes as mhc does, or turns."""
+        """Return what H_res keeps to rounding, see ``Mixing.exact``; the tests' own kinds mix as mhc does, or turn."""
         if self.spec.mixing:
             exact: frozenset[str] = kinds.referred(self.spec.mixing).exact
             return exact
@@ -50,7 +50,7 @@ class Group:
 
     @property
     def residual_logits(self) -> int:
-        """How many logits of a token H_res has; 1 where that is not told."""
+        """Return how many logits of a token H_res has; 1 if the kind does not say."""
         return residual.functional.residual_logits(self.kind, self.n) if self.spec.mixing else 1
 
     @property

@@ -124,7 +124,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 @pytest.mark.parametrize(
     "source",
     [
-        "windtunnel:bijection,symbols=4",
+        pytest.param("windtunnel:bijection,symbols=4", marks=pytest.mark.long),
         pytest.param("windtunnel:hmm,observations=2,states=2,symbols=2", marks=pytest.mark.long),
     ],
 )

@@ -1,4 +1,4 @@
-"""Time scales, ablations, gradient dynamics: closed forms against autodiff, planted changes, models of every kind."""
+"""Test time scales, ablations and gradient dynamics: closed forms against autodiff, planted changes, every kind."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ ATTENTION: dict[str, dict[str, Any]] = {
 
 
 def model(task: Task, kind: str = "plain", devices: int = 1, **groups: dict[str, Any]) -> Checkpoint:
-    """A model with random parameters that no run keeps."""
+    """Return a model with random parameters that no run keeps."""
     groups["model"] = {**groups.get("model", {}), "vocab_size": max(VOCAB, task.vocabulary)}
     if task.classes is not None:
         groups["head"] = {**groups.get("head", {}), "classes": task.classes, "tied": False}
@@ -56,7 +56,7 @@ def deviation(one: jax.Array, other: jax.Array) -> float:
 @pytest.mark.parametrize("softcap", [None, 2.0])
 @pytest.mark.parametrize("groups", [1, 2, 4])
 def test_the_closed_forms_are_the_gradients_in_float64(groups: int, softcap: float | None) -> None:
-    """Against autodiff through the model's attention: a bias is added to the logits, so its gradient is theirs."""
+    """They equal autodiff through the model's attention: a bias is added to the logits, so its gradient is theirs."""
     with jax.enable_x64(True):
         keys = jax.random.split(jax.random.key(0), 5)
         q, target = (jax.random.normal(key, (2, 7, 4, 3), jnp.float64) for key in keys[:2])
@@ -84,7 +84,7 @@ def test_the_closed_forms_are_the_gradients_in_float64(groups: int, softcap: flo
 
 
 def test_the_closed_forms_hold_within_a_models_layer_in_float64() -> None:
-    """Grouped-query heads with norms of queries and keys, rotary positions and an output projection."""
+    """Heads are grouped-query, with norms of queries and keys, rotary positions and an output projection."""
     config = small(attention={"heads": 4, "kv_heads": 2, "qk_norm": True})
     with jax.enable_x64(True):
         layer = HeadAttention(config, key=path_key(jax.random.key(0)))
@@ -116,7 +116,10 @@ def check_identities(checkpoint: Checkpoint, task: Task) -> None:
         assert (values < 2e-5).all(), found
 
 
-@pytest.mark.parametrize("name", list(ATTENTION))
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=() if number == 0 else pytest.mark.product) for number, name in enumerate(ATTENTION)],
+)
 def test_the_identities_hold_in_models_of_every_attention(name: str) -> None:
     check_identities(model(BIJECTION, **ATTENTION[name]), BIJECTION)
 
@@ -147,7 +150,7 @@ def test_a_wrong_closed_form_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_loss_is_that_of_training() -> None:
-    """The mean of the cross-entropies that the belief is measured by, of targets and of posteriors."""
+    """It is the mean of the cross-entropies that the belief is measured by, of targets and of posteriors."""
     for task in (BIJECTION, HMM):
         checkpoint = model(task)
         config = checkpoint.config
@@ -172,7 +175,7 @@ def test_the_loss_is_that_of_training() -> None:
 
 
 def planted(seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
-    """Logits [B, L, H, P, U] of a causal attention, and an advantage whose mean under their weights is 0."""
+    """Return logits [B, L, H, P, U] of a causal attention, and an advantage whose mean under their weights is 0."""
     rng = np.random.default_rng(seed)
     scores, gain = rng.standard_normal((2, 6, 2, 3, 5, 5))
     scores = np.where(np.tri(5, dtype=bool), scores, -np.inf)
@@ -293,7 +296,7 @@ def test_a_part_that_gives_nothing_changes_nothing(kind: str) -> None:
 
 
 def test_what_is_left_out_is_the_model_without_it() -> None:
-    """Against weights that are set to 0."""
+    """It equals the model with those weights set to 0."""
     checkpoint = model(HMM, "mhc")
     found = ablation.ablate(checkpoint, HMM, SEQUENCES)
     params = jax.tree.map(jnp.copy, checkpoint.params)
@@ -307,6 +310,7 @@ def test_what_is_left_out_is_the_model_without_it() -> None:
         assert found.base[name] + found.change[name].value[number] == pytest.approx(direct, abs=1e-6)
 
 
+@pytest.mark.product
 def test_eight_devices_give_what_one_gives() -> None:
     one, eight = (model(BIJECTION, "mhc", devices) for devices in (1, 8))
     numbers = [
@@ -349,6 +353,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     return make
 
 
+@pytest.mark.long
 def test_the_program_follows_runs_over_their_checkpoints(
     trained: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -161,3 +161,24 @@ def test_features_that_do_not_vary_tell_nothing() -> None:
 def test_zeros_of_a_posterior_have_a_logarithm() -> None:
     read = targets(np.array([[[0.5, 0.5, 0.0, 0.0]]]))
     np.testing.assert_allclose(read[0, 0], [1.0, -1.0, -1.0, *2 * [np.log2(FLOOR / 4)]], rtol=0, atol=1e-15)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_features_that_are_not_finite_have_no_r2(bad: float) -> None:
+    """The other streams' probes are as they were."""
+
+    def features(numbers: range) -> tuple[np.ndarray, np.ndarray]:
+        x, y = planted("hmm", numbers)
+        x[0, :, 2, 1] = bad
+        return x, y
+
+    scored, *fitting = parts(30)
+    sums = []
+    for numbers in fitting:
+        part = probes.Sums()
+        part.add(numbers, *features(numbers))
+        sums.append(part)
+    probe = probes.fit(sums[0], sums[1], GROUPS, within=True)
+    r2 = probes.r2([probe.score(scored, *features(scored))])
+    assert np.isnan(r2.value[0]).all() and np.isnan(r2.low[0]).all()
+    np.testing.assert_allclose(r2.value[1:], probes.r2(fitted("hmm", 30, within=True)[1]).value[1:], atol=1e-9)

@@ -28,6 +28,12 @@ OPTIONS: list[tuple[str, dict[str, Any]]] = [
     ("hc", {"dynamic": False}),
     ("mhc", {"sinkhorn": "deepseek", "init": "v4", "collapse": "head"}),
 ]
+FEW = ("hc", "mhc", "ortho", "gated_residual", "attn_res")  # of those that compute alike, one is fast
+
+
+def fast(chosen: bool) -> Any:
+    """Return the marks of a case: none where `make test` tries it."""
+    return () if chosen else pytest.mark.product
 
 
 @contextlib.contextmanager
@@ -86,7 +92,9 @@ def assert_same_bits(strictly: Any, ordinary: Any) -> None:
         pytest.param("float32", marks=pytest.mark.product),
     ],
 )
-@pytest.mark.parametrize(("kind", "options"), OPTIONS)
+@pytest.mark.parametrize(
+    ("kind", "options"), [pytest.param(kind, options, marks=fast(kind in FEW)) for kind, options in OPTIONS]
+)
 def test_a_connection_gives_the_same_bits(kind: str, options: dict[str, Any], dtype: str) -> None:
     """Outputs, maps, measures and gradients have the same bits."""
     graph, state = network(kind, **options)
@@ -119,7 +127,7 @@ def test_the_reference_takes_narrow_streams(kind: str) -> None:
     assert_same_bits(strictly, ordinary)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [pytest.param(kind, marks=fast(kind in FEW)) for kind in KINDS])
 def test_a_sublayer_may_answer_in_another_dtype(kind: str) -> None:
     """Streams of bfloat16 go with a sublayer that computes in float32, and the other way round."""
     graph, state = network(kind)
@@ -131,7 +139,9 @@ def test_a_sublayer_may_answer_in_another_dtype(kind: str) -> None:
         assert out.dtype == dtype
 
 
-@pytest.mark.parametrize("kind", ["hc", "mhc", "mhc_lite", "kromhc", "identity"])
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=fast(kind == "mhc")) for kind in ("hc", "mhc", "mhc_lite", "kromhc", "identity")]
+)
 def test_other_parameters_and_streams_than_float32(kind: str) -> None:
     """Somebody has cast the parameters, or float64 streams meet float32 parameters: maps get the wider dtype."""
     graph, state = network(kind)
@@ -192,7 +202,7 @@ FUNCTIONS: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.product)])
 def test_a_function_gives_the_same_bits(name: str, dtype: str) -> None:
     x = jnp.asarray(np.random.default_rng(0).normal(size=(3, 4, WIDTH)), dtype)
     ordinary = FUNCTIONS[name](x)

@@ -1,4 +1,4 @@
-"""List what an ablation leaves out of a model, and make the edits that do it."""
+"""List the parts that an ablation can leave out of a model, and make the edits that leave them out."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Measure what each sublayer and each head does for the belief: the change of its distances where one is left out.
+"""Measure how much each sublayer and each head matters to the belief: how its distances change without it.
 
 A sublayer that is left out gives nothing, so that the residual connection alone carries the stream past it. A head that
 is left out gives nothing to its output projection.

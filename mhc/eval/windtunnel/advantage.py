@@ -1,4 +1,4 @@
-"""Compute the gradients of attention in closed form (arXiv:2512.22473): who moves which weight, and which value.
+"""Compute the gradients of attention by its logits and values in closed form (arXiv:2512.22473).
 
 With results c_i = Σ_j α_ij v_j, α the softmax of the logits s over j, and u_i = ∂L/∂c_i, let b_ij = u_i · v_j. Then
 
@@ -44,7 +44,7 @@ def contexts(scores: Float[Array, "B H T U"], values: Float[Array, "B U G J"]) -
 def gradients(
     scores: Float[Array, "B H T U"], values: Float[Array, "B U G J"], u: Float[Array, "B T H J"]
 ) -> Gradients:
-    """Return the closed forms of the gradients by logits and values, where ``u`` is that by the results."""
+    """Return the closed forms of the gradients by logits and values; ``u`` is the gradient by the results."""
     batch, heads = scores.shape[:2]
     alpha = jax.nn.softmax(scores, axis=-1)
     b = jnp.einsum("bthj,buhj->bhtu", u, _of_heads(values, heads))
@@ -60,7 +60,7 @@ def _of_heads(values: jax.Array, heads: int) -> jax.Array:
 
 
 def queries_per_value(alpha: Float[Array, "B H T U"]) -> Float[Array, "B H"]:
-    """Return how many queries share the update of a value, the mean over values: (Σ_i α_ij)² / Σ_i α_ij².
+    """Return how many queries share the update of a value, (Σ_i α_ij)² / Σ_i α_ij², as the mean over values.
 
     It is 1 where one query alone is responsible. Values that no query sees do not count.
     """
@@ -100,7 +100,7 @@ class Moments:
 
 
 class Agreement(NamedTuple):
-    """Holds how the advantage at one checkpoint goes with the change of the attention to the next."""
+    """Holds how the advantage at one checkpoint correlates with the change of attention to the next."""
 
     with_scores: Moments
     with_weights: Moments

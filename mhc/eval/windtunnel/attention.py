@@ -1,4 +1,4 @@
-"""Observe the attention of a model at the supervised places of its task: what the measures of its changes share."""
+"""Observe the attention of a model at the supervised places of its task, for the measures of its changes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Queries(NamedTuple):
 
 
 def attends(config: Config) -> bool:
-    """Return whether tokens of the model look at one another."""
+    """Return whether the model has attention, in which tokens see one another."""
     return config.attention.kind != "tokenwise"
 
 
@@ -77,7 +77,7 @@ def weights(scores: Float64[np.ndarray, "*B U"]) -> Float64[np.ndarray, "*B U"]:
 def batches(
     config: Config, task: Task, sequences: int, copies: int = 1
 ) -> Iterator[tuple[Sequences, dict[str, np.ndarray]]]:
-    """Yield (held-out sequences, what a program takes of them) until there were so many.
+    """Yield (held-out sequences, a program's inputs from them), so many sequences in all.
 
     The batch has tokens [B, T] and places [B, P].
 

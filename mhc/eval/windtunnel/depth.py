@@ -176,7 +176,7 @@ def measure(checkpoint: Checkpoint, task: Task, sequences: int) -> Result:
 
 
 def as_json(probed: Depth, sequences: int) -> dict[str, Any]:
-    """Return what windtunnel.json says: R² with intervals by target, by sublayer (the first: before any), by stream."""
+    """Return the entry of windtunnel.json: R² with intervals by target, sublayer (the first: before any) and stream."""
 
     def by_depth(estimates: dict[str, Estimate], number: int) -> dict[str, Any]:
         collapsed, streams = estimates["collapsed"], estimates["streams"]

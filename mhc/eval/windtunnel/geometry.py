@@ -52,7 +52,7 @@ class Principal(NamedTuple):
 
 
 class Geometry(NamedTuple):
-    """Holds what was measured. L layers, H heads, G key heads, P places; nan stands for what does not exist.
+    """Holds the measurements. L layers, H heads, G key heads, P places; nan stands for what does not exist.
 
     Attributes:
         keys: {group of symbols: float64 [L, G]}, mean |cosine| of different symbols; None without keys.
@@ -117,7 +117,9 @@ def random_null(count: int, size: int, draws: int = 200) -> tuple[float, float, 
 
 
 def principal(covariance: Float64[np.ndarray, "D D"]) -> Principal:
-    """Return the principal components that a covariance has."""
+    """Return the principal components of a covariance."""
+    if not np.isfinite(covariance).all():  # a model that diverged
+        return Principal(math.nan, math.nan, math.nan, np.full(len(covariance), np.nan))
     values, vectors = np.linalg.eigh(covariance)
     values = np.maximum(values, 0.0)[::-1]
     total = values.sum()
@@ -128,10 +130,10 @@ def principal(covariance: Float64[np.ndarray, "D D"]) -> Principal:
 
 
 def rank_correlation(first: np.ndarray, second: np.ndarray) -> float:
-    """Return |Spearman's ρ| of two series, ties sharing their mean rank; nan where one of them is constant."""
+    """Return |Spearman's ρ| of two series, ties sharing their mean rank; nan where one is constant or not finite."""
     from scipy import stats
 
-    if np.ptp(first) == 0 or np.ptp(second) == 0:
+    if not (np.ptp(first) > 0 and np.ptp(second) > 0):
         return math.nan
     return abs(float(stats.spearmanr(first, second).statistic))
 
@@ -139,8 +141,9 @@ def rank_correlation(first: np.ndarray, second: np.ndarray) -> float:
 # -------------------------------------------------------------------------------------------------------------- a model
 
 
+@np.errstate(invalid="ignore", over="ignore")  # a model that diverged gives nan, without a warning
 def look(checkpoint: Checkpoint, task: Task, sequences: int) -> Geometry:
-    """Measure a checkpoint on held-out sequences of a task that it fits."""
+    """Measure the geometry of a checkpoint on held-out sequences of a task that it fits."""
     batches = _Batches(checkpoint, task, sequences)
     sums: dict[str, np.ndarray] = {}
     for _, observed in batches:
@@ -178,7 +181,7 @@ def look(checkpoint: Checkpoint, task: Task, sequences: int) -> Geometry:
 
 
 class _Batches:
-    """Runs a checkpoint over sequences, as often as it is gone through."""
+    """Runs a checkpoint over sequences, anew for each iteration over it."""
 
     def __init__(self, checkpoint: Checkpoint, task: Task, sequences: int) -> None:
         self._task, self._sequences, self._program = task, sequences, Program(checkpoint, _observed)
@@ -189,7 +192,7 @@ class _Batches:
         self._size = max(1, min(64, sequences, _BYTES // row))
 
     def __iter__(self) -> Iterator[tuple[np.ndarray, dict[str, np.ndarray]]]:
-        """Yield (posterior [B, P, C], what was observed, by sequence) of some sequences after the others."""
+        """Yield (posterior [B, P, C], observations by sequence), some sequences at a time."""
         blocks = (
             range(first, min(first + self._size, self._sequences)) for first in range(0, self._sequences, self._size)
         )
@@ -208,7 +211,7 @@ class _Batches:
 
 
 def _observed(decoder: Decoder, batch: dict[str, jax.Array]) -> dict[str, jax.Array]:
-    """Return what is summed over sequences, float32 by sequence and layer.
+    """Return the quantities that are summed over sequences, float32 by sequence and layer.
 
     output [B, L, P, D]; and with keys: keys [B, L, symbols, G, K], sums over the symbol's tokens, and counts of these
     [B, L, symbols]; matching and others [B, L, H, P], sums of cosines, and counts of these pairs [B, L, P].
@@ -268,7 +271,7 @@ def measure(checkpoint: Checkpoint, task: Task, sequences: int) -> Result:
 
 
 def as_json(geometry: Geometry, sequences: int) -> dict[str, Any]:
-    """Return what windtunnel.json says: by layer, by head and by place. None stands for what does not exist."""
+    """Return the entry of windtunnel.json by layer, head and place. None stands for what does not exist."""
     keys, alignment = None, None
     if geometry.keys is not None and geometry.nulls is not None and geometry.size is not None:
         keys = {

@@ -1,4 +1,4 @@
-"""Measure the gradient dynamics of attention: advantages, responsibilities, and whether attention follows the former.
+"""Measure the gradient dynamics of attention: advantages, responsibilities, and whether attention follows advantages.
 
 The closed forms of `mhc.eval.windtunnel.advantage` are checked against automatic differentiation within every layer of
 the model. The loss L of a sequence is that of training: the cross-entropy in nats, the mean over the supervised places,
@@ -118,7 +118,7 @@ def _agreement(before: Checkpoint, now: Checkpoint, task: Task, sequences: int) 
 
 
 def _run(checkpoint: Checkpoint, function: Callable[..., Any], task: Task, sequences: int) -> Iterator[Any]:
-    """Yield what a function of a model gives for some held-out sequences after the others."""
+    """Yield a function's results for the held-out sequences, some at a time."""
     drawn = attention.batches(checkpoint.config, task, sequences, _COPIES)
     inputs = (batch | {"targets": targets(task, block)} for block, batch in drawn)
     return (found for _, found in Program(checkpoint, function).each(inputs, _FIELDS))
@@ -127,14 +127,14 @@ def _run(checkpoint: Checkpoint, function: Callable[..., Any], task: Task, seque
 def _each(
     checkpoint: Checkpoint, function: Callable[..., Any], task: Task, sequences: int
 ) -> Iterator[tuple[str, np.ndarray]]:
-    """Yield (name, float64 values by sequence) of what a function of a model gives."""
+    """Yield (name, float64 values by sequence) of a function's results."""
     for found in _run(checkpoint, function, task, sequences):
         for name, values in found.items():
             yield name, values.astype(np.float64)
 
 
 def targets(task: Task, drawn: Sequences) -> np.ndarray:
-    """Return what training asks for at the supervised places: int32 ids [B, P], or float32 distributions [B, P, C]."""
+    """Return the targets of training at the supervised places: int32 ids [B, P], or float32 distributions [B, P, C]."""
     if task.classes is None:
         return drawn.targets + np.int32(task.first_class)
     return drawn.posterior.astype(np.float32)
@@ -215,7 +215,7 @@ def _identities(decoder: Decoder, batch: dict[str, jax.Array]) -> dict[str, jax.
     before = contexts(seen.scores, seen.values)
 
     def through(scores: jax.Array, values: jax.Array) -> jax.Array:
-        """Return L where the results of each layer are moved by what other logits and values would give."""
+        """Return L after the results of each layer are moved by the difference that other logits and values make."""
         return loss(decoder, batch, contexts(scores, values) - before).sum()
 
     by_scores, by_values = jax.grad(through, (0, 1))(seen.scores, seen.values)
@@ -253,13 +253,13 @@ def measure(checkpoint: Checkpoint, task: Task, sequences: int) -> Result:
 
 
 def mean(values: np.ndarray) -> float | None:
-    """Return the mean of those values that are numbers; None where there are none."""
+    """Return the mean of the values that are not nan; None if all are."""
     there = values[np.isfinite(values)]
     return float(there.mean()) if there.size else None
 
 
 def as_json(found: Dynamics, sequences: int) -> dict[str, Any]:
-    """Return what windtunnel.json says: by checkpoint, by layer and by head. None stands for what does not exist."""
+    """Return the entry of windtunnel.json by checkpoint, layer and head. None stands for what does not exist."""
     return {
         "sequences": sequences,
         "identities": {

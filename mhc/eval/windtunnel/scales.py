@@ -1,4 +1,4 @@
-"""Measure the two time scales of a run: how its attention settles, and how its belief goes on to become precise.
+"""Measure the two time scales of a run: how fast its attention settles, and how fast its belief becomes precise.
 
 Over the checkpoints that a run keeps: the total variation between the attention of consecutive ones, that between each
 and the last, and the distance of the belief from the posterior. The **half-time** of each is the step from which on it
@@ -152,7 +152,7 @@ def half_times(found: Scales) -> dict[str, float | None]:
 
 
 def as_json(found: Scales, sequences: int) -> dict[str, Any]:
-    """Return what windtunnel.json says: by checkpoint, by layer and by head. None stands for what does not exist."""
+    """Return the entry of windtunnel.json by checkpoint, layer and head. None stands for what does not exist."""
     by_head = None
     if found.distance is not None:
         layers, heads = found.distance.shape[1:]
