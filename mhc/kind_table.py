@@ -1,4 +1,4 @@
-"""Hold the table of residual kinds: what a row says, how one is added, and how the table is read.
+"""Define the table of residual kinds: its rows, and the functions that add to it and read it.
 
 ``mhc.kinds`` adds this project's rows and has all names of this module; import that one.
 """

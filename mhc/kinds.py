@@ -230,7 +230,7 @@ def _check_frac(config: Any) -> None:
 
 
 def _check_laurel(config: Any) -> None:
-    """Refuse a rank that the variant has no use for. Raises UserError."""
+    """Refuse a rank under a variant that does not use it. Raises UserError."""
     if config.residual.variant == "rw" and config.residual.rank is not None:
         refuse("residual.rank", config.residual.rank, "None with residual.variant=rw: it has no matrices")
 

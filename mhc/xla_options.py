@@ -42,7 +42,7 @@ _REFUSALS = {
 
 
 def refusal(log: str) -> str | None:
-    """Return what XLA has against ``XLA_FLAGS``, as a line, from what a process wrote that it ended; else None."""
+    """Return XLA's complaint about ``XLA_FLAGS`` as a line, from the output of a process that it ended; else None."""
     for pattern, words in _REFUSALS.items():
         told = re.search(pattern, log, re.MULTILINE)
         if told is not None:

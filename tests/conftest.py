@@ -60,7 +60,7 @@ _MOST_MAPS = 20_000  # of the 65,530 memory maps that Linux gives a process; a m
 
 @pytest.fixture(scope="module", autouse=True)
 def _few_programs() -> Iterator[None]:
-    """Drop the compiled programs where they have become many: a process that keeps all runs out of memory maps."""
+    """Drop the compiled programs when there are many: a process that keeps them all runs out of memory maps."""
     yield
     maps = Path("/proc/self/maps")
     few = maps.is_file() and maps.read_bytes().count(b"\n") <= _MOST_MAPS
@@ -71,7 +71,7 @@ def _few_programs() -> Iterator[None]:
 
 @pytest.fixture(scope="module", autouse=True)
 def _without_sync(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Let no test wait for the disk, but those that kill a run or fill its disk: the others cannot tell."""
+    """Let no test wait for the disk, except those that kill a run or fill its disk; the others see no difference."""
     with pytest.MonkeyPatch.context() as patch:
         if request.path.parent.name != "faults":
             patch.setattr(os, "fsync", lambda descriptor: None)
@@ -142,6 +142,6 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Print how many cases were held by tests that go through many each."""
+    """Print how many cases were checked by tests that go through many each."""
     for (path, name), count in _cases.items():
         terminalreporter.write_line(f"{path}: {count} {name} passed")

@@ -1,4 +1,4 @@
-"""Covering arrays: few cases in which every two values of different factors meet."""
+"""Make covering arrays: few cases in which every two values of different factors meet."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ Pair = tuple[tuple[str, Any], tuple[str, Any]]
 
 
 def product(factors: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
-    """Every combination, the last factor fastest."""
+    """Return every combination; the last factor changes fastest."""
     return [dict(zip(factors, values, strict=True)) for values in itertools.product(*factors.values())]
 
 
 def pairs(case: Mapping[str, Any]) -> set[Pair]:
-    """The pairs of values that a case holds."""
+    """Return the pairs of values that a case holds."""
     return set(itertools.combinations(case.items(), 2))
 
 
 def pairwise(
     factors: Mapping[str, Sequence[Any]], possible: Callable[[Mapping[str, Any]], bool] = lambda case: True
 ) -> list[dict[str, Any]]:
-    """Cases that hold every possible pair of values of two factors, chosen greedily and always the same.
+    """Return cases that hold every possible pair of values of two factors, chosen greedily and always the same.
 
     Values must be hashable. Where nothing is left to cover, a factor takes its first value: put the cheapest there.
     At least as many cases as the two longest factors have pairs are needed, and rarely many more come out.
@@ -55,7 +55,7 @@ def _grown(
     left: set[Pair],
     possible: Callable[[Mapping[str, Any]], bool],
 ) -> dict[str, Any]:
-    """The case that begins with a value of the first factor, and takes of each other one what covers most."""
+    """Return the case that begins with a value of the first factor and covers most with the other factors."""
     case = {order[0]: first}
     for name in order[1:]:
 

@@ -1,4 +1,4 @@
-"""Which tests take the time: `make test` writes the slowest forty, and each file's sum, to build/slowest.txt."""
+"""Report which tests take the time: `make test` writes the slowest forty, and each file's sum, to build/slowest.txt."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LONG = 10.0  # CPU seconds from which a test is to be marked
 
 
 class Seconds(NamedTuple):
-    """Seconds on a processor, of a test and of the programs that it waited for, and seconds on the clock."""
+    """Holds seconds on a processor, of a test and of the programs that it waited for, and seconds on the clock."""
 
     cpu: float
     wall: float

@@ -1,4 +1,4 @@
-"""An object store on loopback: as much of Google Cloud Storage's JSON API as gcsfs, its own client and TensorStore use.
+"""Serve an object store on loopback: as much of Google Cloud Storage's API as gcsfs, its client and TensorStore use.
 
 Objects live in memory. A test may look at them, and make requests fail.
 """
@@ -27,7 +27,7 @@ PAGE = 100  # objects a listing gives at once: small, so that runs have several 
 
 @dataclasses.dataclass(frozen=True)
 class Stored:
-    """An object of a bucket."""
+    """Holds an object of a bucket."""
 
     content: bytes
     generation: int
@@ -35,7 +35,7 @@ class Stored:
 
 
 class ObjectStore:
-    """The server and its buckets: {bucket: {name: object}}."""
+    """Serves buckets: {bucket: {name: object}}."""
 
     def __init__(self, *buckets: str):
         self.buckets: dict[str, dict[str, Stored]] = {name: {} for name in buckets}
@@ -64,18 +64,18 @@ class ObjectStore:
         return made
 
     def names(self, bucket: str, prefix: str = "") -> list[str]:
-        """Names of a bucket's objects under a prefix."""
+        """Return the names of a bucket's objects under a prefix."""
         with self.lock:
             return sorted(name for name in self.buckets[bucket] if name.startswith(prefix))
 
     def read(self, bucket: str, name: str) -> bytes:
-        """An object's content."""
+        """Return an object's content."""
         return self.buckets[bucket][name].content
 
 
 @contextlib.contextmanager
 def serving(*buckets: str) -> Iterator[ObjectStore]:
-    """A store that every client of this process, and of those that it starts, talks to."""
+    """Serve a store that every client of this process, and of those that it starts, talks to."""
     made = ObjectStore(*buckets)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("STORAGE_EMULATOR_HOST", made.url)  # gcsfs, google-cloud-storage
@@ -92,7 +92,7 @@ class _Server(ThreadingHTTPServer):
     store: ObjectStore
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """gcsfs asks two questions at once and hangs up on the slower answer; anything else is told."""
+        """Ignore that gcsfs asks two questions at once and hangs up on the slower answer; report any other error."""
         if not isinstance(sys.exc_info()[1], ConnectionError):
             super().handle_error(request, client_address)
 
@@ -102,7 +102,7 @@ class _Handler(BaseHTTPRequestHandler):
     disable_nagle_algorithm = True
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Says nothing."""
+        """Print nothing."""
 
     server: _Server
 
@@ -275,7 +275,7 @@ class _Handler(BaseHTTPRequestHandler):
         self._json({"kind": "storage#rewriteResponse", "done": True, "resource": made})
 
     def _matches(self, bucket: str, name: str, query: dict[str, str]) -> bool:
-        """Whether the object is of the generation that was asked for; answers where not."""
+        """Return whether the object is of the generation that was asked for; answer the request if it is not."""
         wanted, found = query.get("ifGenerationMatch"), self.store.buckets[bucket].get(name)
         if wanted is None or int(wanted) == (found.generation if found else 0):
             return True

@@ -1,4 +1,4 @@
-"""The layout of the train state of the paper's models as text: what tests/golden/partition_specs holds.
+"""Write the layout of the train state of the paper's models as text: what tests/golden/partition_specs holds.
 
     python -m tests.partition_specs
 
@@ -26,7 +26,7 @@ MESH = {"data": 2, "fsdp": 16, "tensor": 2, "expert": 4}
 
 @functools.cache
 def state_of(name: str) -> dict[str, jax.ShapeDtypeStruct]:
-    """Every leaf of the train state of configs/<name>.py by path."""
+    """Return every leaf of the train state of configs/<name>.py by path."""
     config = from_config_dict(importlib.import_module(f"configs.{name}").get_config())
     config = resolve(config, config.model.vocab_size or 0)
     one = jax.make_mesh((1,) * 4, MESH_AXES, devices=jax.devices()[:1])  # shapes do not depend on it
@@ -35,20 +35,20 @@ def state_of(name: str) -> dict[str, jax.ShapeDtypeStruct]:
 
 
 def specs_of(name: str, sizes: dict[str, int] | None = None) -> dict[str, PartitionSpec]:
-    """The layout of each over a mesh of MESH's sizes, or others."""
+    """Return the layout of each leaf over a mesh of MESH's sizes, or of others."""
     sizes = MESH if sizes is None else sizes
     mesh = AbstractMesh(tuple(sizes[axis] for axis in MESH_AXES), MESH_AXES)
     return {path: partition_spec(path, leaf.shape, mesh) for path, leaf in state_of(name).items()}
 
 
 def parts(spec: PartitionSpec, sizes: dict[str, int]) -> int:
-    """Over how many devices a leaf is split."""
+    """Return over how many devices a leaf is split."""
     axes = [axis for entry in spec if entry for axis in ((entry,) if isinstance(entry, str) else entry)]
     return math.prod(sizes[axis] for axis in axes)
 
 
 def render(name: str) -> str:
-    """A line a leaf: path, shape, and the mesh axes of each of its axes (-: whole)."""
+    """Return a line for each leaf: path, shape, and the mesh axes of each of its axes (-: whole)."""
 
     def entry(axes: str | tuple[str, ...] | None) -> str:
         return "-" if axes is None else axes if isinstance(axes, str) else "+".join(axes)

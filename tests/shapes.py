@@ -1,4 +1,4 @@
-"""An import hook that checks jaxtyping annotations: the shape and dtype of every annotated array, at every call.
+"""Check jaxtyping annotations by an import hook: the shape and dtype of every annotated array, at every call.
 
 The package imports jaxtyping under ``TYPE_CHECKING`` alone, so that its users need no jaxtyping; at run time its
 annotations are strings that nothing evaluates. The hook compiles a module that mentions jaxtyping with three changes:
@@ -89,7 +89,7 @@ class _Checks(ast.NodeTransformer):
         )
 
     def _kept(self, annotation: ast.expr | None) -> ast.expr | None:
-        """Return what is checked of an annotation.
+        """Return the checked form of an annotation.
 
         ``Array`` in it stands for NumPy's arrays too, which jax takes; a name that cannot be looked up, for anything.
         """

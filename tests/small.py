@@ -1,4 +1,4 @@
-"""Small models, batches and measures that tests of the model, of training and of the layout share."""
+"""Make small models, batches and measures that tests of the model, of training and of the layout share."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ VOCAB, LENGTH = 32, 16
 
 
 def small(kind: str = "plain", **groups: dict[str, Any]) -> Config:
-    """A resolved config: 2 blocks of width 16, T = 16, V = 32, rate 1e-3; `groups`: model={"layers": 4}."""
+    """Return a resolved config: 2 blocks of width 16, T = 16, V = 32, rate 1e-3; `groups`: model={"layers": 4}."""
     base: dict[str, dict[str, Any]] = {
         "model": {"layers": 2, "width": 16, "vocab_size": VOCAB},
         "attention": {"heads": 2, "impl": "xla"},
@@ -60,13 +60,13 @@ ZOO: dict[str, dict[str, dict[str, Any]]] = {
 
 
 def with_fields(config: Config, **groups: dict[str, Any]) -> Config:
-    """The config with other fields: with_fields(config, model={"remat": "full"})."""
+    """Return the config with other fields: with_fields(config, model={"remat": "full"})."""
     changed = {name: dataclasses.replace(getattr(config, name), **fields) for name, fields in groups.items()}
     return dataclasses.replace(config, **changed)
 
 
 def packed(rows: int, seed: int = 0, *, padding: bool = False, documents: bool = True) -> dict[str, Any]:
-    """A batch of random tokens, rows cut into documents at random; with `padding` rows end early, the first at once."""
+    """Return a batch of tokens, rows cut at random into documents; with `padding` rows end early, the first at once."""
     rng = np.random.default_rng(seed)
     shape = (rows, LENGTH)
     tokens = rng.integers(0, VOCAB, (rows, LENGTH + 1)).astype(np.int32)
@@ -93,23 +93,23 @@ def packed(rows: int, seed: int = 0, *, padding: bool = False, documents: bool =
 
 @functools.cache
 def trainer(config: Config, devices: int = 1) -> Trainer:
-    """The Trainer of a config over the first devices; shared, so that each of its programs is compiled once."""
+    """Return the Trainer of a config over the first devices; it is shared, so that its programs are compiled once."""
     return Trainer(config, make_mesh(config.mesh, jax.devices()[:devices]))
 
 
 @functools.cache
 def definition(config: Config) -> DecoderDefinition:
-    """The decoder without parameters; shared, since it is traced when it is made."""
+    """Return the decoder without parameters; it is shared, since it is traced when it is made."""
     return DecoderDefinition(config)
 
 
 def initial(config: Config, seed: int = 0) -> Params:
-    """Initial parameters; not compiled, which for models as small as these takes longer than running the operations."""
+    """Return initial parameters; they are not compiled, which for such small models takes longer than running."""
     return definition(config).init(jax.random.key(seed))
 
 
 def random_params(config: Config, seed: int = 1, std: float = 0.3) -> Params:
-    """Parameters that are nowhere special: normal around 1 for norms, around 0 for the rest."""
+    """Return parameters that are nowhere special: normal around 1 for norms, around 0 for the rest."""
     rng = np.random.default_rng(seed)
 
     def draw(path: Any, leaf: jax.ShapeDtypeStruct) -> jax.Array:
@@ -120,12 +120,12 @@ def random_params(config: Config, seed: int = 1, std: float = 0.3) -> Params:
 
 
 def by_path(tree: Any) -> dict[str, np.ndarray]:
-    """{a/b/c: array} of a tree."""
+    """Return {a/b/c: array} of a tree."""
     return {path_of(path): np.asarray(leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
 
 
 def assert_identical(one: Any, other: Any, what: str = "") -> None:
-    """Two trees are the same bit for bit."""
+    """Check that two trees are the same bit for bit."""
     a, b = by_path(one), by_path(other)
     assert a.keys() == b.keys(), what
     differing = [path for path in a if a[path].dtype != b[path].dtype or a[path].tobytes() != b[path].tobytes()]
@@ -133,7 +133,7 @@ def assert_identical(one: Any, other: Any, what: str = "") -> None:
 
 
 def distance(one: Any, other: Any) -> float:
-    """Norm of the difference of two trees over the norm of the second, in float64."""
+    """Return the norm of the difference of two trees over the norm of the second, in float64."""
     a, b = by_path(one), by_path(other)
     assert a.keys() == b.keys()
     square = sum(float(np.sum((a[path].astype(np.float64) - b[path]) ** 2)) for path in a)
@@ -142,7 +142,7 @@ def distance(one: Any, other: Any) -> float:
 
 
 def relative_error(one: Any, other: Any) -> float:
-    """Largest difference of two arrays over the largest magnitude of the second."""
+    """Return the largest difference of two arrays over the largest magnitude of the second."""
     a, b = np.asarray(one, np.float64), np.asarray(other, np.float64)
     assert a.shape == b.shape
     return float(np.max(np.abs(a - b)) / np.max(np.abs(b)))

@@ -1,4 +1,4 @@
-"""A corpus and a config for runs that take a second, and what of two runs must be equal."""
+"""Make a corpus and a config for runs that take a second, and compare two runs."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ BACKGROUND = ("sh", "-c", "trap '' INT HUP; exec \"$@\"", "sh")
 
 
 def write_corpus(folder: Path) -> str:
-    """Forty short texts; returns the source that reads them."""
+    """Write forty short texts, and return the source that reads them."""
     rng = random.Random(0)
     folder.mkdir()
     for number in range(40):
@@ -40,7 +40,7 @@ def write_corpus(folder: Path) -> str:
 
 
 def tiny(corpus: str, kind: str = "mhc", **groups: dict[str, Any]) -> dict[str, Any]:
-    """Fields of a run of 12 steps, as a nested dict: checkpoints every 4, validation every 6, probes every 3."""
+    """Return fields of a run of 12 steps, as a nested dict: checkpoints every 4, validation every 6, probes every 3."""
     base: dict[str, dict[str, Any]] = {
         "model": {"layers": 2, "width": 8},
         "attention": {"heads": 2, "impl": "xla"},
@@ -65,12 +65,12 @@ def tiny(corpus: str, kind: str = "mhc", **groups: dict[str, Any]) -> dict[str, 
 
 
 def config(corpus: str, kind: str = "mhc", **groups: dict[str, Any]) -> Config:
-    """The config of ``tiny``."""
+    """Return the config of ``tiny``."""
     return from_config_dict(tiny(corpus, kind, **groups))
 
 
 def run(made: Config, folder: str | Path, devices: int = 1) -> int:
-    """``mhc.train.run.run`` on the first devices: eight take long on few cores."""
+    """Run ``mhc.train.run.run`` on the first devices, since eight take long on few cores."""
     return runs.Run(made, folder, devices=jax.devices()[:devices]).execute()
 
 
@@ -83,7 +83,7 @@ def untrained(settings: Config, params: Params, folder: Path) -> Path:
 
 @contextlib.contextmanager
 def small_disk(size: int) -> Iterator[None]:
-    """No file may become larger meanwhile: what a full disk is to a program, with another reason."""
+    """Limit the size of files meanwhile, which is to a program what a full disk is, with another reason."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
     try:
@@ -93,7 +93,7 @@ def small_disk(size: int) -> Iterator[None]:
 
 
 def on_demand(make: Callable[..., Path]) -> Callable[..., Path]:
-    """Makes a folder where a test first asks for it, once, and writes nothing to the streams that the test reads."""
+    """Return a function that makes a folder when first asked, once, and writes nothing to the test's streams."""
 
     @functools.cache
     def made(*of: str) -> Path:
@@ -105,7 +105,7 @@ def on_demand(make: Callable[..., Path]) -> Callable[..., Path]:
 
 
 def lines(run: Path, name: str, leave_out: tuple[str, ...] = CLOCK) -> list[dict[str, Any]]:
-    """The records of metrics, probes or events without what differs from run to run."""
+    """Return the records of metrics, probes or events without what differs from run to run."""
     return [
         {key: value for key, value in record.items() if key not in leave_out}
         for record in read_jsonl(run / f"{name}.jsonl")
@@ -127,7 +127,7 @@ def final_state(run: Folder, devices: int = 1) -> tuple[int, Any, dict[str, Any]
 
 
 def assert_equal_runs(run: Path, reference: Path, devices: int = 1) -> None:
-    """Metrics but for times, probes, the last state and the position in the data are the same, bit for bit."""
+    """Check that metrics but for times, probes, the last state and the data's position are equal, bit for bit."""
     metrics = lines(run, "metrics")
     assert [record["step"] for record in metrics] == list(range(1, len(metrics) + 1))
     assert metrics == lines(reference, "metrics")
@@ -144,7 +144,7 @@ def assert_equal_runs(run: Path, reference: Path, devices: int = 1) -> None:
 
 
 def snapshot(run: Path) -> dict[str, tuple[int, bytes]]:
-    """{file: (time of its last change, content)} of a folder."""
+    """Return {file: (time of its last change, content)} of a folder."""
     return {
         str(path.relative_to(run)): (path.stat().st_mtime_ns, path.read_bytes())
         for path in sorted(run.rglob("*"))
@@ -153,7 +153,7 @@ def snapshot(run: Path) -> dict[str, tuple[int, bytes]]:
 
 
 def resolved(made: Config) -> Config:
-    """With what the byte tokeniser decides."""
+    """Return the config with what the byte tokeniser decides filled in."""
     from mhc.data.tokenizers import load
 
     return resolve(made, load("bytes").vocab_size)

@@ -1,4 +1,4 @@
-"""The comparison of two codes sees what differs by one bit, and finds the code at hand equal to the commit it names."""
+"""Test that the comparison of two codes sees a difference of one bit, and finds the code at hand equal to its own."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[1]
 
 
 def tree() -> dict[str, Any]:
-    """What a run might have left."""
+    """Return a tree such as a run might have left."""
     return {
         "checkpoint": {
             "params/a": np.arange(6, dtype=np.float32).reshape(2, 3),
@@ -91,13 +91,13 @@ def test_a_run_is_cut_to_its_half(tmp_path: Path) -> None:
 
 
 def test_a_child_that_would_import_other_code_says_so(tmp_path: Path) -> None:
-    """A folder without mhc: what is imported is the installed one."""
+    """In a folder without mhc the installed one would be imported."""
     with pytest.raises(Failed, match=r"mhc was imported from .*, not from|No module named 'mhc'"):
         against.Side(tmp_path, tmp_path / "caches", Children()).child({"do": "cost", "configs": {}})
 
 
 def test_no_child_goes_on_when_the_comparison_is_left(tmp_path: Path) -> None:
-    """One that runs is ended, as soon as it says that it does; none begins after it."""
+    """A child that runs is ended, as soon as it says that it runs; none begins afterwards."""
     children, began = Children(), tmp_path / "began"
     os.mkfifo(began)
     forever = [sys.executable, "-c", f"open({str(began)!r}, 'w').close(); import signal; signal.pause()"]
@@ -119,7 +119,7 @@ def test_what_cannot_be_compared_is_said_in_a_line(capsys: pytest.CaptureFixture
 
 
 def commit_is_here() -> bool:
-    """Whether git and the commit are."""
+    """Return whether git and the commit are here."""
     if shutil.which("git") is None:
         return False
     command = ["git", "-C", str(ROOT), "cat-file", "-e", f"{COMMIT}^{{commit}}"]
@@ -138,7 +138,7 @@ def test_the_code_at_hand_computes_what_the_commit_did() -> None:
 @pytest.mark.process
 @pytest.mark.skipif(not commit_is_here(), reason=f"needs git and the commit {COMMIT}, which a shallow clone lacks")
 def test_a_change_of_the_last_bit_is_seen_and_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The code at hand, but the loss is 1 + 2⁻²³ times what it was."""
+    """The code at hand is changed so that the loss is 1 + 2⁻²³ times what it was."""
     for name in against.CODE:
         if (ROOT / name).is_dir():
             shutil.copytree(ROOT / name, tmp_path / name)

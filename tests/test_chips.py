@@ -1,4 +1,4 @@
-"""Chips: whose peak a device's is, and what every TPU has."""
+"""Test the list of chips: which peak a device has, and what every TPU has."""
 
 from __future__ import annotations
 

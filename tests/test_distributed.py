@@ -41,7 +41,7 @@ def test_an_environment_without_a_cluster_is_refused_in_a_line(cluster, monkeypa
 
 
 def test_a_host_without_an_address_is_waited_for_and_then_given_up(capsys, monkeypatch):
-    """The exit code is that of a loss, which is worth another try, and not that of a mistake."""
+    """The exit code is that of a lost process, which is worth another try, and not that of a mistake."""
     given = DistributedConfig(cluster="address", coordinator="later.invalid:1234", processes=2, start_timeout=3)
     tries: list[float] = []
     clock = iter(range(100))

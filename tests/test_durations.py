@@ -1,4 +1,4 @@
-"""The page that says which tests take the time."""
+"""Test the page that says which tests take the time."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_phases_of_a_test_are_added_and_an_unmarked_long_test_is_named(
 
 
 def test_no_value_of_an_option_can_be_taken_for_a_test() -> None:
-    """Read the commands of Makefile: a file that the last run left must not change what the next one collects.
+    """The commands of Makefile are read: a file that the last run left must not change what the next one collects.
 
     A value that stands apart from an option of tests/conftest.py is a path to pytest, if there is one of that name: it
     then looks for a conftest.py beside that.

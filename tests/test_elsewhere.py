@@ -70,7 +70,7 @@ def config_of(**fields: Any) -> configs.Config:
 
 @contextlib.contextmanager
 def forgotten() -> Iterator[None]:
-    """As in another process: the module is not loaded, and its kind is unknown."""
+    """Forget the module and its kind, as another process has not loaded them."""
     with registry_restored():
         loaded = {name: sys.modules.pop(name) for name in list(sys.modules) if name.startswith("their")}
         for table in (kind_table._KINDS, kind_table._OPTIONS, kind_table._MODULES):
@@ -154,7 +154,7 @@ def test_a_module_that_does_not_serve_is_one_line(tmp_path: Path, name: str, tex
 
 
 def test_a_run_stores_the_module_that_registered_its_kind_whatever_else_is_named(tmp_path: Path) -> None:
-    """One that only leads to it may not do so next time; one that registers nothing never does."""
+    """A module that only leads to it may not do so next time; one that registers nothing never does."""
     (tmp_path / "their_kind.py").write_text(MODULE)
     (tmp_path / "their_other.py").write_text("import their_kind\n")
     config = resolve(from_config_dict({"residual": {"module": "their_other", "kind": "slower"}}), 32)
@@ -187,7 +187,7 @@ def get_grid():
 
 @pytest.mark.parametrize("imported", [False, True])
 def test_a_module_beside_the_config_file_is_found(tmp_path: Path, imported: bool) -> None:
-    """Whether the config names it or imports it, from any working directory; a grid's arms find it too."""
+    """It is found whether the config names it or imports it, from any working directory; a grid's arms find it too."""
     beside = tmp_path / "configs_of_mine"
     beside.mkdir()
     (beside / "their_kind.py").write_text(MODULE)
@@ -203,7 +203,7 @@ def test_a_module_beside_the_config_file_is_found(tmp_path: Path, imported: bool
 
 
 def test_the_working_directory_comes_before_the_config_file_s_folder(tmp_path: Path) -> None:
-    """As it was: a run that was begun with one module does not go on with another."""
+    """A run that was begun with one module goes on with the same one."""
     beside = tmp_path / "elsewhere"
     beside.mkdir()
     (tmp_path / "their_kind.py").write_text(MODULE)
@@ -262,7 +262,7 @@ SMALL = [
 
 @pytest.mark.process
 def test_the_commands_of_the_page_run_as_they_stand(tmp_path: Path) -> None:
-    """Train, resume, compare, evaluate, export, replay, a grid: the plain programs, in processes of their own."""
+    """The page trains, resumes, compares, evaluates, exports, replays and runs a grid, in processes of their own."""
     for block in re.findall(r"^```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL):
         first = block.partition("\n")[0]
         if first.startswith("# ") and first.endswith(".py"):

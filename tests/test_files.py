@@ -1,4 +1,4 @@
-"""Files of JSON and JSON lines: what is written is read back, whatever the crash."""
+"""Test files of JSON and JSON lines: what is written is read back, whatever the crash."""
 
 from __future__ import annotations
 

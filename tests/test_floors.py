@@ -1,4 +1,4 @@
-"""The house's floors: a room imports only rooms below it, and the library rooms need jax and flax alone."""
+"""Test the house's floors: a room imports only rooms below it, and the library rooms need jax and flax alone."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ FLOORS |= {f"mhc.residual.{name}": 2 for name in ("functional", "arrays", "initi
 
 
 def floor(module: str) -> int | None:
-    """The floor of one of our modules, None for a module of others."""
+    """Return the floor of one of our modules; None for a module of others."""
     parts = module.split(".")
     names = [".".join(parts[:length]) for length in range(len(parts), 0, -1)]
     known = next((name for name in names if name in FLOORS), None)
@@ -78,7 +78,7 @@ def floor(module: str) -> int | None:
 
 
 def modules() -> list[tuple[str, Path]]:
-    """Every module of the project with its file."""
+    """Return every module of the project with its file."""
     files = [ROOT / "train.py"]
     for top in ("mhc", "eval", "tpu", "bench", "configs", "tools"):
         files += sorted((ROOT / top).rglob("*.py"))
@@ -115,7 +115,7 @@ def imported(source: str, module: str, is_package: bool, *, in_functions: bool =
 
 
 def violations(source: str, module: str, is_package: bool = False) -> list[str]:
-    """What a module imports although it must not, as `module imports name: why`."""
+    """Return what a module imports although it must not, as `module imports name: why`."""
     own = floor(module)
     assert own is not None, f"{module} has no floor in tests/test_floors.py"
     found = []
@@ -248,7 +248,7 @@ def test_an_import_of_a_room_below_is_fine(module: str, source: str) -> None:
 
 
 def test_the_library_rooms_import_nothing_that_a_training_run_alone_needs() -> None:
-    """What `from mhc.residual import ...` loads, whatever jax and flax import by themselves."""
+    """This checks what `from mhc.residual import ...` loads beyond what jax and flax import by themselves."""
     code = (
         "import jax, flax.nnx, sys; before = set(sys.modules); import mhc.residual; print(*set(sys.modules) - before)"
     )

@@ -1,4 +1,4 @@
-"""What is installed: a wheel of ``mhc`` alone, a sdist that can be tested, and a line where an extra is missing."""
+"""Test what is installed: a wheel of ``mhc`` alone, a sdist that can be tested, and a line if an extra is missing."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def name_of(requirement: str) -> str:
 
 
 def test_a_wheel_holds_the_package_alone() -> None:
-    """Folders of the names eval, tpu, bench or configs are other people's, in whose environment this is installed."""
+    """Folders named eval, tpu, bench or configs are other people's, in whose environment this is installed."""
     options = PROJECT["tool"]["setuptools"]["packages"]["find"]
     code = f"import setuptools; print(*setuptools.find_packages({str(ROOT)!r}, **{options}))"
     chosen = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
@@ -71,7 +71,7 @@ def test_the_package_alone_needs_jax_flax_and_numpy() -> None:
 
 
 def test_every_extra_trains() -> None:
-    """No extra is of use without: what brought the trainer before, brings it still."""
+    """Every extra brings the trainer, since none is of use without it."""
 
     def brings(extra: str) -> bool:
         inner = [match[1].split(",") for entry in EXTRAS[extra] if (match := re.match(r"mhc-jax\[(.*)\]", entry))]
@@ -205,7 +205,7 @@ def test_in_a_checkout_a_config_file_elsewhere_imports_the_ready_ones(
 
 
 def test_the_install_says_how_far_it_is(tmp_path: Path) -> None:
-    """By what pip prints, and by what lies in the environment: pip is silent while it unpacks."""
+    """It goes by what pip prints and by what lies in the environment, since pip is silent while it unpacks."""
     (tmp_path / "pip-25.0.dist-info").mkdir()
     progress = install.Progress(tmp_path)
     progress.hear("Obtaining file:///home/me/mhc")
@@ -356,7 +356,7 @@ def test_the_built_sdist_is_the_checkout_and_can_be_tested(built: Path, tmp_path
 
 @pytest.mark.long
 def test_the_package_alone_is_light_and_trains_a_layer(environment: Environment) -> None:
-    """The example of README, with the wheel in a fresh environment."""
+    """The example of README runs with the wheel in a fresh environment."""
     assert len(environment.packages()) <= 40
     (site,) = (environment.work.parent / "venv/lib").glob("python*/site-packages")
     assert not {"eval", "tpu", "bench", "configs", "tools", "examples", "tests"} & {

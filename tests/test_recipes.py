@@ -1,4 +1,4 @@
-"""docs/recipes.md, followed to the word: every command's config is valid; every command runs, on small data."""
+"""Test docs/recipes.md to the word: every command's config is valid; every command runs, on small data."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PAGE = (ROOT / "docs" / "recipes.md").read_text("utf-8")
 
 
 def commands() -> list[list[str]]:
-    """The indented commands of the page, in order, as a shell splits them."""
+    """Return the indented commands of the page, in order, as a shell splits them."""
     lines = re.findall(r"^    (python (?:.*\\\n)*.*)$", PAGE, re.MULTILINE)
     return [shlex.split(line.replace("\\\n", " ")) for line in lines]
 
@@ -62,7 +62,7 @@ SAID = {
 
 
 def small(command: list[str]) -> list[str]:
-    """The command for small data."""
+    """Return the command for small data."""
     said = [SAID.get(argument, argument) for argument in command]
     if command[1] != "train.py" or "configs/of_run.py:runs/125m" in command:
         return said
@@ -114,7 +114,7 @@ def test_the_grid_is_valid(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.process
 def test_every_command_runs(tmp_path: Path) -> None:
-    """In the order of the page, in one folder, as a new user would."""
+    """They run in the order of the page, in one folder, as for a new user."""
     for folder in ("corpus", "web", "code"):
         (tmp_path / folder).mkdir()
         for number in range(2):

@@ -1,4 +1,4 @@
-"""Shape annotations are checked in every test; arrays of different ranks are broadcast only where the code says so."""
+"""Test that shapes are checked in every test, and that arrays broadcast over ranks only where the code says so."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Layer:
 
 @pytest.fixture
 def annotated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
-    """A module with right and wrong annotations, imported under the hook."""
+    """Return a module with right and wrong annotations, imported under the hook."""
     (tmp_path / "annotated_here.py").write_text(MODULE)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))

@@ -1,4 +1,4 @@
-"""The layout over a mesh: rules that cover everything or fail, and the plan of the demo as a golden value."""
+"""Test the layout over a mesh: rules that cover everything or fail, and the plan of the demo as a golden value."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_the_plan_of_the_demo(kind, mesh):
 
 @pytest.mark.parametrize("name", partition_specs.PAPER)
 def test_the_plan_of_the_papers_models(name):
-    """Every leaf of the train state, as it stood when someone looked: see tests/golden/README.md."""
+    """Every leaf of the train state lies as it did when a person checked the plan: see tests/golden/README.md."""
     found, golden = partition_specs.render(name), (partition_specs.FOLDER / f"{name}.txt").read_text()
     changed = set(found.splitlines()) ^ set(golden.splitlines())
     assert not changed, "\n".join(sorted(changed))
@@ -147,7 +147,7 @@ def test_every_parameter_of_the_model_zoo_has_a_layout(name, mesh):
 @pytest.mark.parametrize("name", ["adamw", "sgd", "muon"])
 @pytest.mark.parametrize("kind", ["plain", "hc", "mhc"])
 def test_all_that_an_optimiser_keeps_has_a_layout(name, kind, mesh):
-    """The whole train state, whatever the optimiser holds beside copies of the parameters."""
+    """It has one over the whole train state, whatever the optimiser holds beside copies of the parameters."""
     made = Trainer(small(kind, optimizer={"name": name}), mesh)
     assert len(jax.tree.leaves(made.layout)) == len(jax.tree.leaves(made.abstract))
 
@@ -161,7 +161,7 @@ def test_streams_are_never_split(mesh):
     assert sharding.RULES["streams"] == ()
 
 
-@pytest.mark.parametrize("path", ["blocks/attention/core/bias", "blocks/mlp_residual/gamma", "elsewhere", "head"])
+@pytest.mark.parametrize("path", ["blocks/attention/core/bias", "blocks/mlp_residual/gain", "elsewhere", "head"])
 def test_an_unknown_path_is_an_error(path):
     with pytest.raises(ValueError, match=path):
         logical_axes(path, 2)
@@ -213,7 +213,7 @@ def test_a_mesh_that_does_not_fit_is_one_line(axes):
 
 @dataclasses.dataclass(frozen=True)
 class FakeDevice:
-    """What of a device decides where it comes in a mesh."""
+    """Describes what decides where a device comes in a mesh."""
 
     id: int
     slice_index: int
@@ -223,7 +223,7 @@ class FakeDevice:
 
 
 def fake_slices(*sizes: int, platform: str = "fake") -> list[Any]:
-    """Slices of so many devices, not in order."""
+    """Return slices of so many devices, not in order."""
     numbers = [number for number, size in enumerate(sizes) for _ in range(size)]
     devices = [FakeDevice(id, number, platform) for id, number in enumerate(numbers)]
     return devices[::2] + devices[1::2]
@@ -231,7 +231,7 @@ def fake_slices(*sizes: int, platform: str = "fake") -> list[Any]:
 
 @pytest.mark.parametrize("slices", [2, 4])
 def test_slices_are_parts_of_data(slices):
-    """All that communicates within a layer stays in a slice: one place on data sees one slice, data goes over them."""
+    """Axes that communicate within a layer stay in a slice: one place on data sees one slice, data goes over them."""
     devices = fake_slices(*(16 // slices,) * slices)
     made = make_mesh(MeshConfig(data=4, fsdp=2, tensor=2), devices)
     assert dict(made.shape) == {"data": 4, "fsdp": 2, "tensor": 2, "expert": 1}
@@ -242,7 +242,7 @@ def test_slices_are_parts_of_data(slices):
 
 @pytest.mark.parametrize("axes", [{"data": 1, "fsdp": 4, "tensor": 2}, {"data": 2, "fsdp": 4}])
 def test_any_axis_may_span_hosts(axes):
-    """To jax a host of GPUs is a slice."""
+    """For jax a host of GPUs is a slice."""
     made = make_mesh(MeshConfig(**axes), fake_slices(4, 4, platform="gpu"))
     assert [device.id for device in made.devices.flat] == list(range(8))
     assert {device.id for device in make_mesh(MeshConfig(**axes), fake_slices(8)).devices.flat} == set(range(8))
@@ -279,7 +279,7 @@ def test_a_batch_is_split_by_rows_and_whole_along_tokens(mesh):
 
 
 def test_a_dry_run_says_how_every_array_lies() -> None:
-    """Shapes, axes and bytes of the whole train state; the bytes are those of the shards."""
+    """It prints shapes, axes and bytes of the whole train state; the bytes are those of the shards."""
     sizes = {"data": 2, "fsdp": 2, "tensor": 2}
     config = small("plain", model={"vocab_size": 258}, mesh=sizes, monitor={"probe_every": 0})
     said = dry_run(config, shardings=True)["shardings"]
@@ -294,7 +294,7 @@ def test_a_dry_run_says_how_every_array_lies() -> None:
 
 
 def test_programs_over_devices_of_one_cpu_are_not_cached(tmp_path: Path) -> None:
-    """Read from the persistent cache they enter their collectives in any order, and may wait for ever."""
+    """Programs that are read from the cache enter their collectives in any order, and may wait for ever."""
     names = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
     before = {name: getattr(jax.config, name) for name in names}
     x = jnp.arange(8.0)

@@ -30,7 +30,7 @@ def copies(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def _inside(copies: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The runs name their corpus relative to their folder."""
+    """Change to the folder of the witnesses, since the runs name their corpus relative to it."""
     monkeypatch.chdir(copies)
 
 
@@ -67,7 +67,7 @@ def test_the_loss_of_a_fixed_batch_is_what_it_was(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", RUNS)
 def test_a_copy_goes_on_as_it_did(kind: str) -> None:
-    """The optimiser's state and the place in the data are those of the run, or its next losses would be others."""
+    """Optimiser state and data position are those of the run, or its next losses would differ."""
     assert witnessed.continued(Path(kind)) == pytest.approx(of(kind)["continued"], rel=NEAR)
 
 

@@ -1,4 +1,4 @@
-"""Options of XLA that come and go from release to release."""
+"""Test options of XLA that come and go from release to release."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_flags_that_xla_does_not_know_are_named() -> None:
 
 
 def test_the_flags_of_the_tests_are_known() -> None:
-    """Else the processes that tests start would end at once."""
+    """If they were not, the processes that tests start would end at once."""
     assert unknown_flags(os.environ["XLA_FLAGS"].split()) == set()
 
 

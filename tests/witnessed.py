@@ -1,4 +1,4 @@
-"""What of a run in tests/witnesses is held for ever: values that the code which made it found there.
+"""Compute what must stay as it was of the runs in tests/witnesses: values that the code which made them gave.
 
 `measured` takes them, by the programs and functions that users have; tests/witnesses/make.py stored what it gave. Both
 stand in the folder of the witnesses, for the runs name their corpus relative to it.

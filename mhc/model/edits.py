@@ -25,14 +25,14 @@ SUBLAYERS = ("attention", "feed-forward")
 class Edits(NamedTuple):
     """Holds interventions by block; None stands for no intervention of that sort.
 
-    A scale multiplies, and a shift is added after it. Row 0 of the batch is the donor: a patch is True where a token
-    takes what row 0 has at the same place. Heads are edited after attention and before their output projection,
-    sublayers at F's output, the residual state (all streams) where the block begins. Inside a block the arrays lack
-    their first axis L.
+    A scale multiplies, and a shift is added after it. A shift of heads is the same for all tokens, or differs between
+    them. Row 0 of the batch is the donor: a patch is True where a token takes what row 0 has at the same place. Heads
+    are edited after attention and before their output projection, sublayers at F's output, the residual state (all
+    streams) where the block begins. Inside a block the arrays lack their first axis L.
     """
 
     head_scale: Float[Array, "L H"] | None = None
-    head_shift: Float[Array, "L H J"] | None = None
+    head_shift: Float[Array, "L H J"] | Float[Array, "L B T H J"] | None = None
     head_patch: Bool[Array, "L B T H"] | None = None
     output_scale: Float[Array, "L 2"] | None = None
     output_shift: Float[Array, "L 2 D"] | None = None

@@ -1,4 +1,4 @@
-"""Define a link between layers: what attention of one block leaves to that of later blocks, and what it takes.
+"""Define a link between layers, by which the attention of one block leaves arrays to that of later blocks.
 
 ``mhc.model.memory`` lists the links and says how a memory travels.
 """
@@ -35,7 +35,7 @@ class Link(nnx.Module):
         raise NotImplementedError
 
     def constants(self) -> dict[str, jax.Array]:
-        """Return learned numbers that are worth a probe, the same for every token: {name: array}."""
+        """Return learned numbers for the probes, the same for every token: {name: array}."""
         return {}
 
     def __call__(

@@ -50,6 +50,10 @@ class _Tokens:
         """Return the largest of non-negative values over tokens: [..., B, T] -> [...]."""
         return jnp.max(jnp.where(self.valid, values, 0.0), axis=(-2, -1))
 
+    def min(self, values: jax.Array) -> jax.Array:
+        """Return the smallest value over tokens: [..., B, T] -> [...]; infinity where no token counts."""
+        return jnp.min(jnp.where(self.valid, values, jnp.inf), axis=(-2, -1))
+
     def zero_padding(self, x: jax.Array) -> jax.Array:
         """Return x [B, T, ...] in float32 with padding at 0."""
         shape = (*self.valid.shape, *(1,) * (x.ndim - 2))
@@ -116,9 +120,12 @@ def measure(definition: DecoderDefinition, params: Params, batch: dict[str, Any]
 
     - gain/{forward,backward}_{single,composite}_{mean,max}: ``functional.single_gains`` and ``composite_gains``, over
       tokens; gain/worst_case_{mean,max}: max_i sum_j abs(H[i, j]).
+      gain/composite_norm_{mean,max}, gain/composite_smallest_{mean,min}: the largest and the smallest singular value of
+      the product H_k ... H_0.
     - ds_error/{rows,columns}: largest abs(marginal - 1) of H_res.
     - mix/to_identity_{single,composite}, mix/to_uniform_{single,composite}: Frobenius distance of H_res, and of the
-      product H_k ... H_0, to I and to J/N, over sqrt(N); mix/frozen: share of entries off the diagonal below 1e-6.
+      product H_k ... H_0, to I and to J/N, over sqrt(N); mix/frozen: share of entries off the diagonal below 1e-6;
+      mix/negative: the share of the negative entries in the sum of abs(H[i, j]).
     - residual/NAME: what the topology's connections measure themselves (``Connection.measures``), token mean, [S] or
       [S, K]; where the last read measures it too, with one more row for it; and learned constants of any shape.
     - attention/NAME [L, K]: learned constants of the links between layers.
@@ -156,8 +163,17 @@ def map_measures(res: jax.Array, tokens: _Tokens) -> dict[str, jax.Array]:
         out[f"ds_error/{name}"] = tokens.max(jnp.max(jnp.abs(jnp.sum(res, axis=axis) - 1.0), axis=-1))
 
     n = res.shape[-1]
-    identity = jnp.eye(n)
-    for extent, matrices in (("single", res), ("composite", composite_maps(res))):
+    identity, products = jnp.eye(n), composite_maps(res)
+    singular = jnp.linalg.svd(products, compute_uv=False)  # the largest first
+    over_tokens("gain/composite_norm", singular[..., 0])
+    smallest = singular[..., -1]
+    out["gain/composite_smallest_mean"], out["gain/composite_smallest_min"] = (
+        tokens.mean(smallest),
+        tokens.min(smallest),
+    )
+    weight = jnp.maximum(jnp.sum(jnp.abs(res), axis=(-2, -1)), 1e-30)
+    out["mix/negative"] = tokens.mean(jnp.sum(jnp.maximum(-res, 0.0), axis=(-2, -1)) / weight)
+    for extent, matrices in (("single", res), ("composite", products)):
         for name, target in (("identity", identity), ("uniform", jnp.full((n, n), 1.0 / n))):
             difference = matrices - jax.lax.broadcast_to_rank(target, matrices.ndim)
             distance = jnp.sqrt(jnp.sum(jnp.square(difference), axis=(-2, -1)) / n)

@@ -59,7 +59,7 @@ class FracConnection(Connection):
         return after.reshape(state.shape).astype(state.dtype)
 
     def maps(self, context: SlotMaps) -> Maps:
-        """Return the maps with pre summed over the slots of the input: what each slot of the stream is read with."""
+        """Return the maps with pre summed over the slots of the input: the total weight of each slot of the stream."""
         return Maps(jnp.sum(context.pre, axis=-2), context.post, context.res)
 
 

@@ -22,7 +22,7 @@ STD = 0.02
 
 
 class Gates(NamedTuple):
-    """Holds what a read computed of a token: g [..., N, D], and post [..., N] unless it is the last."""
+    """Holds the gates that a read computed for each token: g [..., N, D], and post [..., N] unless it is the last."""
 
     gates: jax.Array
     post: jax.Array | None

@@ -125,7 +125,7 @@ class ResidualTopology(nnx.Module):
         return jax.tree.map(lambda leaf: leaf if leaf.ndim == 0 else f(leaf), state)
 
     def end_measures(self, state: State) -> dict[str, jax.Array]:
-        """Return what of ``collapse`` is worth a probe, from a settled state, as ``Connection.measures`` does.
+        """Return measures of ``collapse`` for the probes, from a settled state, as ``Connection.measures`` does.
 
         The probes append it to the sublayers' measures of the same names, or log it alone.
         """

@@ -41,7 +41,7 @@ class SinglePassMaps(ManifoldMaps):
         return super().write(state[0], y, maps), jnp.moveaxis(maps.pre, 0, -1).astype(state[1].dtype)
 
     def maps(self, context: tuple[jax.Array, TokenMaps]) -> Maps:  # type: ignore[override]
-        """Return the maps of the sublayer as it was computed: ``pre`` is what it read with."""
+        """Return the maps that the sublayer applied: ``pre`` are the weights that it read with."""
         weights, maps = context
         return super().maps(maps)._replace(pre=weights)
 

@@ -176,7 +176,7 @@ def test_run_main_leaves_with_the_programs_code(code: int, leaves: int) -> None:
 
 
 def test_an_interrupted_program_closes_what_is_open_and_leaves_the_interpreter_up() -> None:
-    """Taking it down beside a compilation that goes on in the background crashed."""
+    """The interpreter is not taken down, since it would crash beside a compilation in the background."""
     code = (
         "import atexit, threading, time\n"
         "from mhc import cli\n"

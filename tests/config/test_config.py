@@ -43,7 +43,7 @@ def test_default_file_is_locked() -> None:
 
 @pytest.mark.parametrize("group", ["residual"])
 def test_a_wrong_name_in_a_group_that_is_open_is_told_when_the_config_is_made(group: str) -> None:
-    """Its kinds may bring options from elsewhere, so that ml_collections cannot know the names."""
+    """The group's kinds may bring options from elsewhere, so that ml_collections cannot know the names."""
     config = default.get_config()
     config[group]["sinkorn"] = "paper"
     with pytest.raises(UserError, match=r"residual\.sinkorn: unknown field \(did you mean residual\.sinkhorn\?\)"):
@@ -52,7 +52,7 @@ def test_a_wrong_name_in_a_group_that_is_open_is_told_when_the_config_is_made(gr
 
 @pytest.mark.parametrize("name", list(config_lib.field_names()))
 def test_placeholders_take_what_the_dataclass_takes(name: str) -> None:
-    """A None of the default file has a type, so that another config file may set it and not to something else."""
+    """A field that is None in the default file has a type, and another config file may set it to that type alone."""
     group, _, leaf = name.partition(".")
     field = config_lib.fields_of(group)[leaf]
     if field.default is None:

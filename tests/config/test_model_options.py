@@ -74,7 +74,7 @@ def test_what_does_not_go_together_is_refused(groups: dict[str, dict[str, Any]],
 
 
 def test_what_resolve_fills_in_is_accepted_again() -> None:
-    """A stored config is a resolved one, and comes back as it was, for either kind of attention."""
+    """A stored config, which is a resolved one, comes back as it was, for either kind of attention."""
     for groups in ({}, {"attention": {"kind": "mla"}}, {"attention": {"kind": "mla"}, "positions": {"kind": "none"}}):
         resolved = resolve(from_config_dict(groups), 258)
         assert resolve(resolved, 258) == resolved
@@ -95,7 +95,7 @@ def ready(name: str, kind: str = "mhc") -> Config:
     ],
 )
 def test_the_papers_models_count_as_published(name: str, total: str, active: str, vocabulary: str) -> None:
-    """The counts are those of its Table 5; nothing is allocated."""
+    """The counts equal those of the paper's Table 5; nothing is allocated."""
 
     def rounded(count: int) -> str:
         return f"{count / 1e9:#.3g}B" if count >= 1e9 else f"{count / 1e6:.0f}M"

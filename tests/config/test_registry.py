@@ -96,6 +96,10 @@ OTHER: dict[str, Any] = {
     "block": 2,
     "dilation": 2,
     "variant": "rw",
+    "single_pass": True,
+    "s": 3,
+    "minorize": False,
+    "beta": 2.0,
 }
 
 
@@ -223,7 +227,7 @@ def test_every_parameter_is_declared_with_its_axes(kind: kinds.Kind) -> None:
 
 @by_name
 def test_every_field_reaches_the_topology(kind: kinds.Kind, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A module class shows the signature (*args, **kwargs): options once went missing there without a word."""
+    """Every field arrives, although a module class shows the signature (*args, **kwargs), which once hid options."""
     given: dict[str, object] = {}
     monkeypatch.setattr(residual, "build", lambda name, width, *, rngs, **options: given.update(options))
     whole = config_lib.from_config_dict({"residual": {"kind": kind.name}, "model": {"layers": 7}})
@@ -256,7 +260,7 @@ def test_a_builder_that_does_not_take_a_declared_option_is_refused() -> None:
 
 
 def test_a_row_is_all_that_a_file_of_the_package_needs() -> None:
-    """Its builder, and the mixing of a relative of mhc, are imported when the kind is first built."""
+    """The row's builder, and the mixing of a relative of mhc, are imported when the kind is first built."""
     here = "tests.contracts.topologies"
     rows = (
         dataclasses.replace(topologies.NORMED, name="row", builder=f"{here}:Normed"),

@@ -1,4 +1,4 @@
-"""List what the contract is held over: every kind × Sinkhorn preset × init preset × N, where it exists."""
+"""List the cases of the contract: every kind × Sinkhorn preset × init preset × N, where it exists."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SLOTS = ("frac",)  # kinds whose streams are parts of one
 
 @dataclasses.dataclass(frozen=True)
 class Group:
-    """Cases that differ in initial values alone, and so share their compiled programs."""
+    """Holds cases that differ in initial values alone, and so share their compiled programs."""
 
     kind: str
     n: int
@@ -36,13 +36,13 @@ class Group:
 
     @property
     def options(self) -> dict[str, Any]:
-        """Fields of ``residual.*`` but ``init``."""
+        """Return the fields of ``residual.*`` except ``init``."""
         sinkhorn = {"sinkhorn": self.sinkhorn} if "sinkhorn" in self.spec.options else {}
         return {"n": self.n, **sinkhorn}
 
     @property
     def exact(self) -> frozenset[str]:
-        """What its H_res keeps to rounding: see ``Mixing.exact``. What tests register mixes as mhc does, or turns."""
+        """Return what H_res keeps to rounding, see ``Mixing.exact``; the tests' own kinds mix as mhc does, or turn."""
         if self.spec.mixing:
             exact: frozenset[str] = kinds.referred(self.spec.mixing).exact
             return exact
@@ -50,17 +50,17 @@ class Group:
 
     @property
     def residual_logits(self) -> int:
-        """How many logits of a token H_res has; 1 where that is not told."""
+        """Return how many logits of a token H_res has; 1 if the kind does not say."""
         return residual.functional.residual_logits(self.kind, self.n) if self.spec.mixing else 1
 
     @property
     def has_maps(self) -> bool:
-        """Whether its connections have maps between streams."""
+        """Return whether the kind's connections have maps between streams."""
         return self.kind not in WITHOUT_MAPS
 
     @property
     def tolerance(self) -> float:
-        """Of what equals the plain residual at init: the eps of ``deepseek`` shows."""
+        """Return the tolerance for equality with the plain residual at init, where the eps of ``deepseek`` shows."""
         return 1e-4 if self.sinkhorn == "deepseek" else 2e-5
 
 
@@ -71,7 +71,7 @@ class Case:
 
     @property
     def starts_plain(self) -> bool:
-        """Whether a fresh network computes the plain residual's function."""
+        """Return whether a fresh network computes the plain residual's function."""
         wanted = self.group.spec.preserving.get("init")
         alike = self.group.kind in ("frac", "attn_res", "denseformer", "laurel")  # both presets are one
         return self.init is not None and (self.init == wanted or alike)
@@ -81,7 +81,7 @@ class Case:
 
 
 def specs() -> dict[str, kinds.Kind]:
-    """Every kind: those of the registry and those that tests register."""
+    """Return every kind: those of the registry and those that tests register."""
     return {**kinds.known(), **{name: kind for name, (kind, _) in topologies.BUILDERS.items()}}
 
 
@@ -108,7 +108,7 @@ ONE_OF_EACH_CLASS = ("hc", "mhc", "attn_res")
 
 
 def is_fast(case: Case) -> bool:
-    """Return whether `make test` holds a case through the decoder: one kind of a class, one preset, the default N.
+    """Return whether `make test` checks a case through the decoder: one kind of a class, one preset, the default N.
 
     `make test-full` holds the rest of the product. The contract without a decoder is fast for every kind.
     """
@@ -117,7 +117,7 @@ def is_fast(case: Case) -> bool:
 
 
 def is_fast_alone(group: Group) -> bool:
-    """Return whether `make test` holds a group without a decoder.
+    """Return whether `make test` checks a group without a decoder.
 
     It does so at the default N of every kind and preset, and at the smallest and the largest N of one kind of a class.
     Golden values hold every mixing at N = 1, 2 and 4. The product of kromhc nests deepest at its largest N, which is

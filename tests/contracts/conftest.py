@@ -1,4 +1,4 @@
-"""The kinds that tests register are known to every contract test, and the number of cases is printed at the end."""
+"""Make the tests' kinds known to every contract test, and print the number of cases at the end."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.contracts.topologies import BUILDERS, registry_restored
 
 @pytest.fixture(scope="module", autouse=True)
 def test_kinds() -> Iterator[None]:
-    """Registers them for a module's tests."""
+    """Register the tests' kinds for the tests of a module."""
     with registry_restored():
         for kind, builder in BUILDERS.values():
             residual.register(kind, builder)
@@ -30,7 +30,7 @@ _checked: dict[str, set[Case]] = {}
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    """Counts the checks that passed, and the cases that they were about, by file."""
+    """Count the checks that passed, and the cases that they were about, by file."""
     path, _, test = report.nodeid.partition("::")
     named = _about.get(test.partition("[")[2].removesuffix("]"))
     if report.when == "call" and report.passed and "contracts/" in path and named:
@@ -39,7 +39,7 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """A line a file: how much of the product was checked."""
+    """Print for each file how much of the product was checked."""
     for path, count in _checks.items():
         covered = f"{len(_checked[path])} of {len(cases())} cases (kind × Sinkhorn × init preset × N)"
         terminalreporter.write_line(f"{path}: {count} checks passed over {covered}")

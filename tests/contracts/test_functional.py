@@ -1,4 +1,4 @@
-"""The contract without a decoder: kind × init preset × N, each over a tower of eight small sublayers."""
+"""Test the contract without a decoder: kind × init preset × N, each over a tower of eight small sublayers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.contracts.towers import DEEP, SHALLOW, STEPS, TOKENS, WIDTH, Tower, t
 
 
 def separation(streams: jax.Array) -> tuple[float, float]:
-    """(smallest, largest) relative difference of two streams of [..., N, D]."""
+    """Return the (smallest, largest) relative difference of two streams of [..., N, D]."""
     x = np.asarray(streams, np.float64)
     n = x.shape[-2]
     pairs = [(i, j) for i in range(n) for j in range(i)]
@@ -27,7 +27,7 @@ def separation(streams: jax.Array) -> tuple[float, float]:
 
 
 def entries(group: Group, grads: dict[str, Any]) -> dict[str, np.ndarray]:
-    """Gradients [S, entries] of what must each learn: leaves, cut where one leaf holds several maps' parameters."""
+    """Return the gradients [S, entries] of all that must learn; leaves with several maps' parameters are cut."""
     n = group.n
     cut: dict[str, np.ndarray] = {}
     of_maps: dict[str, Any] = {"pre": slice(0, n), "post": slice(n, 2 * n), "res": slice(2 * n, None)}
@@ -46,7 +46,7 @@ def entries(group: Group, grads: dict[str, Any]) -> dict[str, np.ndarray]:
 
 @every_group
 def test_initial_parameters(group: Group) -> None:
-    """As declared, stacked over sublayers, float32, whatever the preset."""
+    """Initial parameters are as declared, stacked over sublayers and float32, whatever the preset."""
     maps, declared = tower(group).initial["maps"], group.spec.parameters
     of_topology = ["/".join(map(str, path)) for path, _ in nnx.to_flat_state(nnx.state(tower(group).topology))]
     assert set(maps) | set(of_topology) == set(declared)
@@ -91,7 +91,7 @@ def test_a_scan_over_sublayers_equals_calling_them(group: Group) -> None:
 
 @every_group
 def test_maps_are_where_they_must_be(group: Group) -> None:
-    """H_res as exact as its kind says, 0 < pre <= 1 and 0 < post < 2 for what is constrained, along the whole tower."""
+    """Constrained maps have H_res as exact as the kind says, 0 < pre <= 1 and 0 < post < 2, along the whole tower."""
     if not group.exact:
         assert group.kind in ("plain", "hc", "frac", *WITHOUT_MAPS)
         return
@@ -139,7 +139,7 @@ def test_what_equals_the_plain_residual_at_init_does(group: Group) -> None:
 
 @every_group
 def test_gradients_are_finite_and_everything_learns(group: Group) -> None:
-    """Over the depth-stacked leaf and after step 1 no map parameter's gradient is identically zero."""
+    """After step 1 no map parameter's gradient is identically zero over the depth-stacked leaf."""
     history = tower(group).history
     for leaf in jax.tree.leaves(history.grads):
         assert np.isfinite(leaf).all()
@@ -161,7 +161,7 @@ def test_gradients_are_finite_and_everything_learns(group: Group) -> None:
 
 @every_group
 def test_the_residual_map_of_sublayer_0_is_inert(group: Group) -> None:
-    """Its input streams are identical and its rows sum to one, so that its gradient is rounding noise.
+    """Sublayer 0 sees identical streams and its rows sum to one, so the gradient of its H_res is rounding noise.
 
     Adam moves it all the same, and it is left in the update: a random walk of a map that changes no number downstream
     costs nothing, and an optimiser that knows about sublayer 0 would. Reports mark sublayer 0.
@@ -214,7 +214,7 @@ def test_training_lowers_the_loss(group: Group) -> None:
 
 @every_group
 def test_bfloat16_streams_stay_near_float32(group: Group) -> None:
-    """Twelve blocks with streams stored in bfloat16; maps and accumulation stay float32."""
+    """Twelve blocks store streams in bfloat16; maps and accumulation stay float32."""
     wide, narrow = tower(group).forward
     for p, init in enumerate(group.inits):
         a, b = np.asarray(narrow.out[p, -1], np.float64), np.asarray(wide.out[p, -1], np.float64)
@@ -227,7 +227,7 @@ def test_bfloat16_streams_stay_near_float32(group: Group) -> None:
 
 @pytest.mark.parametrize("kind", [name for name, kind in kinds.known().items() if "head" in kind.collapses])
 def test_collapses(kind: str) -> None:
-    """Every mode of a kind on the same streams."""
+    """Every collapse of a kind is applied to the same streams."""
     x = jnp.asarray(np.random.default_rng(4).normal(size=(3, 4, WIDTH)), jnp.float32)
     key = PathKey(jax.random.key(0))
     out = {
@@ -244,7 +244,7 @@ def test_collapses(kind: str) -> None:
 
 
 def test_the_deferred_write_is_mhc() -> None:
-    """A state of another shape, the same function."""
+    """The deferred topology has a state of another shape and computes the same function."""
     mhc, deferred = tower(Group("mhc", 2)), tower(Group("deferred", 2))
     assert mhc.group.inits[:2] == deferred.group.inits
     for a, b in zip(jax.tree.leaves(mhc.forward), jax.tree.leaves(deferred.forward), strict=True):

@@ -1,4 +1,4 @@
-"""The state rule, and what a decoder does with a state: laid out, patched, handed through depth and through a cache."""
+"""Test the state rule, and what a decoder does with a state: layout, patches, depth and the cache."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ every_kind = pytest.mark.parametrize("kind", [*specs()])
 
 
 def fast_for(*fast: str) -> Any:
-    """Parametrise by every kind: the named ones, which ask most of the protocol, fast and the others in the product."""
+    """Parametrise by every kind: the named ones, which ask most of the protocol, are fast, the others are not."""
     return pytest.mark.parametrize(
         "kind", [pytest.param(kind, marks=() if kind in fast else pytest.mark.product) for kind in specs()]
     )
 
 
 def settled(kind: str) -> tuple[ResidualTopology, State]:
-    """A topology and the shapes of its state after a write, settled."""
+    """Return a topology and the shapes of its state after a write, settled."""
     key = PathKey(jax.random.key(0))
 
     def run(h: jax.Array) -> State:
@@ -50,12 +50,12 @@ def settled(kind: str) -> tuple[ResidualTopology, State]:
 
 
 def described(state: State) -> list[tuple[Any, ...]]:
-    """Path, shape and dtype of every leaf."""
+    """Return path, shape and dtype of every leaf."""
     return [(path, leaf.shape, leaf.dtype) for path, leaf in jax.tree.leaves_with_path(state)]
 
 
 def leaves_of_tokens(topology: ResidualTopology, state: State) -> list[tuple[int, ...]]:
-    """Shapes of the leaves that ``each`` shows, tokens first."""
+    """Return the shapes of the leaves that ``each`` shows, tokens first."""
     shapes: list[tuple[int, ...]] = []
 
     def look(leaf: jax.Array) -> jax.Array:
@@ -68,7 +68,7 @@ def leaves_of_tokens(topology: ResidualTopology, state: State) -> list[tuple[int
 
 @every_kind
 def test_the_first_axes_of_every_leaf_are_the_tokens(kind: str) -> None:
-    """All that ``each`` shows, and it shows all but scalars, once, and gives them back as they were."""
+    """``each`` shows every leaf except scalars once, tokens first, and gives them back as they were."""
     topology, state = settled(kind)
     shapes = leaves_of_tokens(topology, state)
     assert shapes and all(shape[:2] == TOKENS for shape in shapes), shapes
@@ -89,7 +89,7 @@ def test_settling_and_handing_on_keep_the_structure(kind: str) -> None:
 
 
 class StreamsFirst(SinglePassHyperConnections):
-    """Breaks the rule: its read weights are [N, ...]."""
+    """Breaks the state rule: its read weights are [N, ...]."""
 
     def expand(self, h: jax.Array) -> Any:
         x, pre = super().expand(h)
@@ -108,14 +108,14 @@ def test_a_leaf_that_breaks_the_rule_is_seen() -> None:
 
 
 def config_of(kind: str, **groups: dict[str, Any]) -> Config:
-    """Three blocks: a period of two ends once and is begun once more."""
+    """Return a config of three blocks: a period of two ends once and is begun once more."""
     every = {name: value for name, value in {"every": 2, "block": 4}.items() if name in specs()[kind].options}
     base: dict[str, dict[str, Any]] = {"model": {"layers": 3}, "residual": {"kind": kind, **every}}
     return small(kind, **{name: {**base.get(name, {}), **groups.get(name, {})} for name in {**base, **groups}})
 
 
 def near_start(config: Config) -> Any:
-    """Initial parameters moved a little, so that no map is special and no stream vanishes."""
+    """Return initial parameters moved a little, so that no map is special and no stream vanishes."""
     rng = np.random.default_rng(1)
     return jax.tree.map(
         lambda leaf: leaf + jnp.asarray(0.1 * rng.standard_normal(leaf.shape), leaf.dtype), initial(config)
@@ -166,7 +166,7 @@ def test_a_cache_gives_what_whole_rows_give(kind: str) -> None:
 
 @fast_for()
 def test_depth_is_the_same_however_it_is_run(kind: str) -> None:
-    """Scanned, unrolled, recomputed a block or a group at a time: one function, one gradient."""
+    """Scanned, unrolled, and recomputed by blocks or groups, the model has one function and one gradient."""
     compare_depths(kind, {}, {"remat": "full"}, {"remat": "streams", "remat_blocks": 2})
 
 
@@ -176,12 +176,12 @@ def test_periods_are_the_same_scanned_and_recomputed_as_unrolled() -> None:
 
 @pytest.mark.parametrize("block", [0, 2, pytest.param(3, marks=pytest.mark.product)])
 def test_residual_blocks_of_any_size_are_the_same_however_they_are_run(block: int) -> None:
-    """A period of one block of the network, or of three with two residual blocks in it."""
+    """A period has one block of the network, or three with two residual blocks in it."""
     compare_depths("attn_res", {"remat": "full"}, residual={"kind": "attn_res", "block": block})
 
 
 def compare_depths(kind: str, *models: dict[str, Any], **groups: dict[str, Any]) -> None:
-    """Loss and gradient under each way to compute the model, against unrolled blocks with all kept."""
+    """Compare loss and gradient under each way to compute the model with unrolled blocks that keep everything."""
     batch = packed(2)
 
     def values(model: dict[str, Any]) -> tuple[jax.Array, Any]:
@@ -203,7 +203,7 @@ def compare_depths(kind: str, *models: dict[str, Any], **groups: dict[str, Any])
 
 @fast_for("single_pass", "sources", "normed", "attn_res", "denseformer", "gated_residual")
 def test_a_probe_measures_what_a_kind_has(kind: str) -> None:
-    """Gains where there are maps, and nowhere else; what a kind wants measured, by sublayer; the states settled."""
+    """Gains exist exactly where there are maps; a kind's own measures are taken by sublayer; states are settled."""
     config = config_of(kind)
     batch = {name: jnp.asarray(packed(2, padding=True)[name]) for name in probes.BATCH_FIELDS}
     measured = probes.compile_probe(definition(config))(near_start(config), batch)
@@ -227,7 +227,7 @@ def test_a_probe_measures_what_a_kind_has(kind: str) -> None:
 
 
 def test_a_pending_write_is_settled_wherever_a_state_is_shown() -> None:
-    """The deferred topology, seen from outside, is mhc: what an observer gets has nothing pending."""
+    """Seen from outside, the deferred topology is mhc: an observer gets nothing that is pending."""
     mhc, deferred = config_of("mhc", residual={"n": 2}), config_of("deferred")
     batch = packed(2)
 

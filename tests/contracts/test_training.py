@@ -1,4 +1,4 @@
-"""The contract through the decoder and the compiled step: kind × init preset × N.
+"""Test the contract through the decoder and the compiled step: kind × init preset × N.
 
 `make test` holds it at one preset a kind and N = 4, `make test-full` over the whole product. The cases of a group share
 their programs: presets differ in values alone.
@@ -36,7 +36,7 @@ _latest: Group | None = None
 
 @pytest.fixture(autouse=True)
 def programs_of_one_group(case: Case) -> None:
-    """Drops the programs of the group before: each maps some memory, and a process may hold so many maps (65530)."""
+    """Drop the programs of the group before: each maps some memory, and a process may hold few maps (65530)."""
     global _latest
     if case.group != _latest:
         _latest = case.group
@@ -45,7 +45,7 @@ def programs_of_one_group(case: Case) -> None:
 
 
 class Variant(NamedTuple):
-    """Another way to compute the same step."""
+    """Describes another way to compute the same step."""
 
     model: dict[str, Any]
     devices: int = 1
@@ -80,12 +80,12 @@ def trainer_of(group: Group, variant: Variant) -> Trainer:
 
 @functools.cache
 def initial_of(case: Case, layers: int = 2) -> Params:
-    """The case's initial parameters; not compiled, see ``tests.small.initial``."""
+    """Return the case's initial parameters; they are not compiled, see ``tests.small.initial``."""
     return initial(config_of(case.group, case.init, model={"layers": layers}))
 
 
 def fresh(made: Trainer, case: Case) -> TrainState:
-    """The state of step 0 in its layout, from the case's preset."""
+    """Return the state of step 0 in its layout, from the case's preset."""
     params = initial_of(case, made.config.model.layers)
     zero = jnp.zeros((), jnp.int32)
     state = TrainState(zero, params, made.optimizer.init(params), zero, zero, guard.initial(made.config))
@@ -99,14 +99,14 @@ def one_step(case: Case, variant: Variant) -> tuple[TrainState, dict[str, Any]]:
 
 @functools.cache
 def gradient(group: Group) -> Callable[[Params], tuple[LossParts, Params]]:
-    """Loss and gradient as they are defined: blocks scanned, nothing recomputed, one device."""
+    """Return loss and gradient by their definition: blocks scanned, nothing recomputed, one device."""
     definition, batch = trainer(config_of(group)).definition, packed(8, padding=True)
     return jax.jit(lambda params: loss_and_gradients(definition, params, batch, 1))
 
 
 @every_case
 def test_the_step_is_the_same_however_it_is_computed(case: Case) -> None:
-    """Kept or recomputed, on one device or on a data × fsdp × tensor mesh of eight, scanned or unrolled."""
+    """Steps agree: kept or recomputed, scanned or unrolled, on one device or a data × fsdp × tensor mesh of eight."""
     start = initial_of(case)
     parts, grads = gradient(case.group)(start)
     loss, norm = parts.sums.nll / parts.weight, optax.tree.norm(grads)
@@ -127,7 +127,7 @@ def test_the_step_is_the_same_however_it_is_computed(case: Case) -> None:
 
 @every_case
 def test_a_checkpoint_gives_the_state_back(case: Case, tmp_path: Path) -> None:
-    """Bit for bit, from eight devices to eight and to one."""
+    """A checkpoint of eight devices gives the state back bit for bit, to eight devices and to one."""
     many, one = trainer_of(case.group, TOGETHER), trainer_of(case.group, Variant({}))
     state, _ = one_step(case, TOGETHER)
     checkpoints = Checkpoints(tmp_path, many.config.checkpoint)
@@ -166,7 +166,7 @@ def test_the_decoder_starts_as_plain_where_it_must(case: Case) -> None:
 
 @functools.cache
 def deep(group: Group) -> tuple[Trainer, Callable[[Params], jax.Array]]:
-    """(Adam at 1e-3 on as many sublayers as the largest N, the streams after the last of them)."""
+    """Return (Adam steps at 1e-3 on as many sublayers as the largest N, the streams after the last of them)."""
     adam = {"name": "adamw", "lr": 1e-3, "weight_decay": 0.0}
     layers = max(4, -(-group.n // 2))  # two sublayers a block
     made, batch = trainer(config_of(group, optimizer=adam, model={"layers": layers})), packed(8)

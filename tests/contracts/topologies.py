@@ -1,4 +1,4 @@
-"""Topologies registered from here, each of which asks something of the seam that no kind of the library asks.
+"""Register topologies each of which asks something of the protocol that no kind of the library asks.
 
 The decoder, the step, the probes and the programs must not notice which they serve.
 """
@@ -28,7 +28,7 @@ EPS = 1e-6
 
 
 def single_pass(width: int, *, collapse: str | None = None, **options: Any) -> SinglePassHyperConnections:
-    """The builder of mhc with single_pass, as a kind: what holds of kinds is held of the option too."""
+    """Build mhc with single_pass as a kind of its own, so that the option is tested as kinds are."""
     return SinglePassHyperConnections(width, **options)
 
 
@@ -36,7 +36,7 @@ def single_pass(width: int, *, collapse: str | None = None, **options: Any) -> S
 
 
 class DeferredMaps(ManifoldMaps):
-    """The write of sublayer k is done by the read of sublayer k + 1, where a kernel can fuse the two."""
+    """Leaves the write of sublayer k to the read of sublayer k + 1, where a kernel can fuse the two."""
 
     def read(self, state: Any) -> tuple[jax.Array, Any]:
         streams = written(state)
@@ -64,7 +64,7 @@ def written(state: tuple[Streams, tuple[jax.Array, TokenMaps]]) -> Streams:
 
 
 class Deferred(ManifoldHyperConnections):
-    """State: (N arrays [..., D], the write that is pending: (y, maps with the tokens last))."""
+    """Keeps the state (N arrays [..., D], the write that is pending: (y, maps with the tokens last))."""
 
     maps_class = DeferredMaps
 
@@ -103,7 +103,7 @@ class Deferred(ManifoldHyperConnections):
 
 @dataclasses.dataclass(frozen=True)
 class Turning(Mixing):
-    """H_res = (1 - a) I + a S with S a turn of the streams by ``places`` and a = limit sigmoid(logit); R = 1."""
+    """Computes H_res = (1 - a) I + a S; S turns the streams by ``places``, a = limit sigmoid(logit); R = 1."""
 
     places: int = 1
     limit: float = 1.0
@@ -122,7 +122,7 @@ class Turning(Mixing):
 
 
 def sixteen(width: int, **options: Any) -> ManifoldHyperConnections:
-    """The builder: all that it declares is handed to it."""
+    """Build the topology from everything that it declares."""
     return ManifoldHyperConnections(width, mixing=Turning, **{"n": 16, **options})
 
 
@@ -130,10 +130,9 @@ def sixteen(width: int, **options: Any) -> ManifoldHyperConnections:
 
 
 class SourcesConnection(Connection):
-    """u = sum_j a_j s_j over the sums of earlier periods and the running one, a = softmax of a learned query's
-    products.
+    """Computes u = sum_j a_j s_j over the sums s_j of earlier periods and the running one.
 
-    Parameters, float32: query [D], zero at init.
+    The weights a are the softmax of a learned query's products. Parameters, float32: query [D], zero at init.
     """
 
     def __init__(self, width: int):
@@ -159,8 +158,7 @@ class SourcesConnection(Connection):
 
 
 class Sources(ResidualTopology):
-    """State: the sums of complete periods [..., M, D] with the embedding first, the running sum [..., D], two
-    counts."""
+    """Keeps the sums of complete periods [..., M, D], the embedding first, the running sum [..., D], two counts."""
 
     n = 1
 
@@ -229,7 +227,7 @@ def normalised(x: jax.Array, weight: jax.Array) -> jax.Array:
 
 
 class NormedConnection(Connection):
-    """u = mean_j w_j * RMSNorm(x_j); x'_i = x_i + s_i y. Parameters, float32: norm_weight [N, D], inject [N]."""
+    """Computes u = mean_j w_j RMSNorm(x_j), x'_i = x_i + s_i y. Parameters, float32: norm_weight [N, D], inject [N]."""
 
     def __init__(self, k: int | jax.Array, n: int, width: int):
         self.norm_weight = nnx.Param(jnp.ones((n, width), jnp.float32))
@@ -250,7 +248,7 @@ class NormedConnection(Connection):
 
 
 class Normed(ResidualTopology):
-    """N streams that are normalised where they are read, and at the end."""
+    """Keeps N streams that are normalised where they are read, and at the end."""
 
     owns_norm: ClassVar[bool] = True
 
@@ -330,7 +328,7 @@ WITHOUT_MAPS = ("sources", "normed")
 
 @contextlib.contextmanager
 def registry_restored() -> Iterator[None]:
-    """Forget afterwards what is registered within: other tests look at the registry as it is."""
+    """Forget afterwards what is registered within the block, since other tests look at the registry as it is."""
     tables: tuple[dict[str, Any], ...] = (
         protocol._REGISTRY,
         kind_table._KINDS,

@@ -1,4 +1,4 @@
-"""A tower of small sublayers over a topology: what the functional contract needs, without a decoder around it.
+"""Run a tower of small sublayers over a topology: what the functional contract needs, without a decoder around it.
 
 The presets of a group differ in values alone, so that each program runs them all at once: their maps are stacked on a
 leading axis P.
@@ -30,13 +30,13 @@ Params = dict[str, Any]  # {"maps": [P, S, ...] by name, "w": [P, S, D, D], "top
 
 
 class Whole(NamedTuple):
-    """What flows from block to block."""
+    """Holds the carry from block to block."""
 
     state: Any
 
 
 class Forward(NamedTuple):
-    """What DEEP sublayers give, per preset [P, ...]."""
+    """Holds the results of DEEP sublayers, per preset [P, ...]."""
 
     out: jax.Array  # [P, DEEP, *TOKENS, D]: the state after each sublayer, collapsed
     streams: jax.Array  # [P, *TOKENS, N, D] at the end
@@ -45,7 +45,7 @@ class Forward(NamedTuple):
 
 
 class History(NamedTuple):
-    """What STEPS Adam steps at 1e-3 over SHALLOW sublayers gave, per preset [P, STEPS + 1, ...]: before each update."""
+    """Holds the results of STEPS Adam steps at 1e-3 over SHALLOW sublayers, [P, STEPS + 1, ...], before each update."""
 
     loss: jax.Array
     streams: jax.Array  # [..., *TOKENS, N, D] after the last sublayer
@@ -54,7 +54,7 @@ class History(NamedTuple):
 
 
 class Tower:
-    """Sublayers F_k(u) = tanh(norm(u) W_k) between the connections of a group."""
+    """Runs sublayers F_k(u) = tanh(norm(u) W_k) between the connections of a group."""
 
     def __init__(self, group: Group):
         self.group = group
@@ -67,7 +67,7 @@ class Tower:
         return residual.build(self.group.kind, WIDTH, rngs=PathKey(jax.random.key(0)), sublayers=DEEP, **options)
 
     def maps(self, init: str | None) -> Params:
-        """Initial map parameters of a preset, [DEEP, ...]."""
+        """Return the initial map parameters of a preset, [DEEP, ...]."""
         topology, key = self.build(init), PathKey(jax.random.key(0)) / "connections"
 
         def one(k: jax.Array) -> Params:
@@ -77,7 +77,7 @@ class Tower:
 
     @functools.cached_property
     def initial(self) -> Params:
-        """Parameters of every preset, [P, DEEP, ...]."""
+        """Return the parameters of every preset, [P, DEEP, ...]."""
 
         @jax.jit
         def maps() -> Params:
@@ -91,7 +91,7 @@ class Tower:
         }
 
     def with_params(self, params: Params) -> ResidualTopology:
-        """The topology with its own parameters."""
+        """Return the topology with its own parameters."""
         graph, state = nnx.split(self.topology)
         nnx.replace_by_pure_dict(state, params)
         return nnx.merge(graph, state)
@@ -102,7 +102,7 @@ class Tower:
         return nnx.merge(self._graph, state)
 
     def sublayer(self, state: Any, one: Params, scale: float, topology: ResidualTopology) -> tuple[Any, Any]:
-        """(next state, (what it collapses to, maps, own measures)) of one sublayer with its parameters."""
+        """Return (next state, (its collapse, maps, own measures)) of one sublayer with its parameters."""
         connection = self.connection(one["maps"])
         u, context = connection.read(state)
         state = connection.write(state, feed_forward(u, one["w"], scale), context)
@@ -110,7 +110,7 @@ class Tower:
         return state, (collapsed, connection.maps(context), connection.measures(context))
 
     def run(self, params: Params, h: jax.Array) -> Forward:
-        """From h [*TOKENS, D] through as many sublayers as ``params`` [S, ...] has, two a block."""
+        """Run h [*TOKENS, D] through as many sublayers as ``params`` [S, ...] has, two a block."""
         topology = self.with_params(params["topology"])
         step = functools.partial(self.sublayer, scale=scale_of(params["w"].shape[0]), topology=topology)
         params = {name: params[name] for name in ("maps", "w")}
@@ -132,7 +132,7 @@ class Tower:
         return Forward(out, topology.streams(topology.settle(state)), maps, measures)
 
     def unrolled(self, params: Params) -> jax.Array:
-        """[2, *TOKENS, D]: what the state collapses to after each of the first two sublayers, without a scan."""
+        """Return [2, *TOKENS, D]: the collapsed state after each of the first two sublayers, without a scan."""
         topology = self.with_params(params["topology"])
         state, out = topology.expand(inputs()), []
         for k in range(2):
@@ -143,7 +143,7 @@ class Tower:
 
     @functools.cached_property
     def forward(self) -> tuple[Forward, Forward]:
-        """At init, with float32 and with bfloat16 streams."""
+        """Return the results at init, with float32 and with bfloat16 streams."""
 
         def both(params: Params) -> tuple[Forward, ...]:
             return tuple(self.run(params, inputs().astype(dtype)) for dtype in (jnp.float32, jnp.bfloat16))
@@ -156,7 +156,7 @@ class Tower:
 
     @functools.cached_property
     def train(self) -> Any:
-        """Compiled: params [P, SHALLOW, ...] -> History."""
+        """Return the History of training params [P, SHALLOW, ...]; it is compiled."""
         adam = optax.adam(1e-3)
 
         def step(carry: Any, _: None) -> Any:
@@ -178,12 +178,12 @@ class Tower:
 
 
 def scale_of(sublayers: int) -> float:
-    """Of what a sublayer adds, as deep models scale it: the stream neither drowns in it nor hides it."""
+    """Return the scale of what a sublayer adds, as in deep models: the stream neither drowns in it nor hides it."""
     return (2.0 / sublayers) ** 0.5
 
 
 def feed_forward(u: jax.Array, w: jax.Array, scale: float) -> jax.Array:
-    """[..., D] -> [..., D] with its own norm, in float32, returned in the dtype of u."""
+    """Return [..., D] for u [..., D], with its own norm, computed in float32 and returned in the dtype of u."""
     wide = u.astype(jnp.float32)
     norm = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + 1e-6)
     return (scale * jnp.tanh(norm @ w)).astype(u.dtype)
@@ -203,5 +203,5 @@ def weights() -> jax.Array:
 
 @functools.cache
 def tower(group: Group) -> Tower:
-    """The tower of a group; shared, so that each of its programs is compiled once."""
+    """Return the tower of a group; it is shared, so that each of its programs is compiled once."""
     return Tower(group)

@@ -1,4 +1,4 @@
-"""Small corpora for the data tests."""
+"""Provide small corpora for the data tests."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def sentence(rng: random.Random, words: int) -> str:
 
 
 def write_texts(folder: Path, count: int, seed: int = 0, words: int = 60) -> None:
-    """``count`` .txt files of a few lines each."""
+    """Write ``count`` .txt files of a few lines each."""
     rng = random.Random(seed)
     folder.mkdir(parents=True, exist_ok=True)
     for number in range(count):
@@ -47,7 +47,7 @@ def write_texts(folder: Path, count: int, seed: int = 0, words: int = 60) -> Non
 def prepare_tfds(
     folder: Path, splits: dict[str, list[str]], field: str = "text", file_format: str = "array_record"
 ) -> None:
-    """Prepare a TFDS dataset ``tales`` below a folder, as a user would: {split: texts}."""
+    """Prepare a TFDS dataset ``tales`` below a folder, as a user would, and return {split: texts}."""
     import tensorflow_datasets as tfds
 
     class Tales(tfds.core.GeneratorBasedBuilder, skip_registration=True):  # type: ignore[call-arg]
@@ -73,7 +73,7 @@ def prepare_tfds(
 
 @pytest.fixture
 def texts(tmp_path: Path) -> DataConfig:
-    """A corpus of 60 text files, cut by file."""
+    """Return a corpus of 60 text files, split by file."""
     write_texts(tmp_path / "texts", 60)
     return DataConfig(
         source=f"text:{tmp_path}/texts/*.txt", sequence_length=48, cache_dir=str(tmp_path / "cache"), prefetch=0
@@ -82,7 +82,7 @@ def texts(tmp_path: Path) -> DataConfig:
 
 @pytest.fixture(scope="session")
 def bpe(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The path of a tokenizer.json: byte-level BPE of 400 pieces with <|endoftext|>, trained here."""
+    """Return the path of a tokenizer.json that is trained here: byte-level BPE of 400 pieces with <|endoftext|>."""
     rng = random.Random(1)
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -1,4 +1,4 @@
-"""mhc.data.inspect: what it shows is what the batches hold, and its counts add up."""
+"""Test mhc.data.inspect: it shows what the batches hold, and its counts add up."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TEXTS = ["one", "two and a half — naïve", "", "three " * 20]
 
 @pytest.fixture
 def arguments(tmp_path: Path) -> list[str]:
-    """For a config of rows of 16 places, four at a time, over four files that are read whole for validation."""
+    """Return arguments for rows of 16 places, four at a time, over four files that are read whole for validation."""
     for number, text in enumerate(TEXTS):
         (tmp_path / f"{number}.txt").write_text(text, "utf-8")
     (tmp_path / "train.txt").write_text("training " * 50, "utf-8")

@@ -1,4 +1,4 @@
-"""The pipeline: resume, process counts, coverage of an epoch, the fixed validation set."""
+"""Test the pipeline: resuming, process counts, coverage of an epoch, the fixed validation set."""
 
 from __future__ import annotations
 
@@ -185,7 +185,7 @@ def test_states_of_another_run_are_refused(texts: DataConfig, tmp_path: Path) ->
 
 @pytest.mark.parametrize("kind", ["files", "lines", "tokens", "mixture", "validation"])
 def test_a_position_is_refused_where_another_share_is_held_out(texts: DataConfig, tmp_path: Path, kind: str) -> None:
-    """Whatever the source, unless nothing is held out of it."""
+    """It is refused for every source, unless nothing is held out of the source."""
     (tmp_path / "a.jsonl").write_text("".join(f'{{"text": "line {number} of a text"}}\n' for number in range(200)))
     np.save(tmp_path / "a.npy", np.arange(4000) % 250)
     sources = {"files": texts.source, "lines": f"text:{tmp_path}/a.jsonl", "tokens": f"tokens:{tmp_path}/a.npy"}
@@ -268,7 +268,7 @@ def test_no_document_is_in_both_splits(texts: DataConfig) -> None:
 
 
 def test_rows_change_documents_often_even_when_these_are_long(tmp_path: Path) -> None:
-    """A corpus of one long file: no two rows of a batch at the same place, and fresh text every few steps."""
+    """In a corpus of one long file no two rows of a batch are at the same place, and new text comes every few steps."""
     (tmp_path / "book.txt").write_text("\n".join(f"line {number} of the book" for number in range(20_000)))
     data = DataConfig(source=f"text:{tmp_path}/book.txt", sequence_length=64, prefetch=0)
     iterator = train_iterator(data, BYTES, batch_size=16, seed=0)
@@ -292,7 +292,7 @@ def test_a_bpe_tokeniser_counts_the_same_bytes(texts: DataConfig, bpe: str) -> N
 def test_a_mistake_found_while_training_is_still_one_line(
     texts: DataConfig, prefetch: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """TFDS text is checked as it is read: the error must come through grain, and its thread, as it is."""
+    """TFDS text is checked as it is read; the error comes through grain and its thread unchanged."""
     iterator = train_iterator(dataclasses.replace(texts, prefetch=prefetch), BYTES, batch_size=2, seed=0)
     next(iterator)
 

@@ -1,4 +1,4 @@
-"""A tokeniser trained on text: it spells everything, and what it cannot be trained on is one line."""
+"""Test a tokeniser trained on text: it spells everything, and what it cannot be trained on is one line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Wind tunnels: the posterior is exact, sequences are pure functions of seed and number, and rows resume."""
+"""Test wind tunnels: the posterior is exact, sequences are pure functions of seed and number, and rows resume."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_what_is_no_model_is_refused(change: dict[str, Any], words: str) -> None
 
 
 def test_the_bijection_s_posterior_has_the_closed_form(golden: dict[str, np.ndarray]) -> None:
-    """For every sequence, to 1e-12: entropies log2(V − m + 1), and the cross-entropy of what came true."""
+    """For every sequence entropies are log2(V − m + 1), and so is the cross-entropy of what came true, to 1e-12."""
     made = Bijection()
     sequences = made.make(0, "train", range(300))
     entropies = entropy_bits(sequences.posterior)
@@ -124,7 +124,7 @@ def test_a_hidden_markov_sequence_writes_out_the_model_of_its_posterior() -> Non
 
 
 def test_hidden_states_come_true_as_often_as_the_posterior_says() -> None:
-    """Calibration: of states that the posterior gives 20 to 30 %, about a quarter came true."""
+    """The posterior is calibrated: of states that it gives 20 to 30 %, about a quarter came true."""
     sequences = HiddenMarkov(observations=10).make(0, "train", range(2000))
     came_true = np.eye(5)[sequences.targets]
     for low in (0.1, 0.3, 0.5, 0.7):
@@ -166,7 +166,7 @@ def test_shifted_observations_visit_every_position_and_leave_the_tokens_alone() 
 
 
 def test_a_model_that_does_not_fit_its_task_is_refused() -> None:
-    """Classes of another number, too few learned positions, and classes over text."""
+    """Another number of classes, too few learned positions, and classes over text are refused."""
     reaching = f"{HMM},reach=9"
     chosen = task(reaching)
     cases: dict[str, dict[str, dict[str, Any]]] = {
@@ -199,7 +199,7 @@ def data(source: str, **changes: Any) -> DataConfig:
 
 
 def batches(config: DataConfig, count: int, **arguments: Any) -> list[tuple[dict[str, np.ndarray], Any]]:
-    """Return batches, each with the state behind it."""
+    """Return batches, each with the state after it."""
     state = arguments.pop("state", None)
     tokenizer = tokenizers.load(config.tokenizer)
     iterator = pipeline.train_iterator(config, tokenizer, **{"batch_size": 6, "seed": 1, **arguments})

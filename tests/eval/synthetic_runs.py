@@ -1,4 +1,4 @@
-"""Made-up run folders with the files, keys and rough shapes of real ones, for tests of the comparison.
+"""Make up run folders with the files, keys and rough shapes of real ones, for tests of the comparison.
 
 python -m tests.eval.synthetic_runs DIR            writes three arms, to look at a report
 python -m tests.eval.synthetic_runs DIR --grid     twenty: five topologies, seeds, and two rates, with spikes
@@ -28,7 +28,7 @@ GAINS = [
 
 
 def config(kind: str, *, seed: int = 0, steps: int = 200, layers: int = 16, **changes: Any) -> Config:
-    """A configuration; ``changes`` as section__field=value."""
+    """Return a configuration; ``changes`` are section__field=value."""
     base = Config()
     sections: dict[str, Any] = {
         "residual": {"kind": kind},
@@ -45,7 +45,7 @@ def config(kind: str, *, seed: int = 0, steps: int = 200, layers: int = 16, **ch
 
 
 def probe(settings: Config, step: int, *, old: bool = False) -> dict[str, Any]:
-    """One record of probes.jsonl: gains that compound over depth and grow with training as the kind's do.
+    """Return a record of probes.jsonl: gains that compound over depth and grow with training as the kind's do.
 
     ``old``: with the keys of runs from before the probes measured the stream.
     """
@@ -94,7 +94,7 @@ def probe(settings: Config, step: int, *, old: bool = False) -> dict[str, Any]:
 
 
 def spike(step: int, *, cause: str = "loss_spike", action: str = "log", **fields: Any) -> dict[str, Any]:
-    """One flagged step of events.jsonl; ``flagged`` names what was."""
+    """Return a flagged step of events.jsonl; ``flagged`` names what was flagged."""
     event: dict[str, Any] = {
         "step": step,
         "event": "spike",
@@ -114,7 +114,7 @@ def spike(step: int, *, cause: str = "loss_spike", action: str = "log", **fields
 
 
 def crossed(step: int, monitor: str) -> dict[str, Any]:
-    """A monitor that crossed its threshold at a probe."""
+    """Return the event of a monitor that crossed its threshold at a probe."""
     return {"step": step, "event": "monitor", "time": 0.0, "monitor": monitor, "value": 200.0, "threshold": 100.0}
 
 
@@ -217,14 +217,14 @@ def write_run(
 
 
 def demo(root: Path) -> Path:
-    """The three arms of a small comparison."""
+    """Write the three arms of a small comparison."""
     for kind in ("plain", "hc", "mhc"):
         write_run(root / kind, config(kind))
     return root
 
 
 def grid(root: Path, *, steps: int = 1000) -> Path:
-    """Twenty arms: five topologies, two seeds, two learning rates, with spikes, a rewind and a halt among them."""
+    """Write twenty arms: five topologies, two seeds, two learning rates, with spikes, a rewind and a halt."""
     kinds = ("plain", "hc", "mhc", "mhc_lite", "identity")
     for kind in kinds:
         for seed in (0, 1):

@@ -1,4 +1,4 @@
-"""The comparison on made-up runs (synthetic_runs.py): what it reads, what it says, and that the report stands alone."""
+"""Test the comparison on made-up runs (synthetic_runs.py): what it reads and says, and that the report stands alone."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def arms_in(root: Path) -> list[Arm]:
 
 
 def said(arms: list[Arm], **changes: Any) -> list[str]:
-    """All sentences about the arms, recomputation left out."""
+    """Return all sentences about the arms, with recomputation left out."""
     return [finding.text for finding in findings(comparison_of(arms, **{"baselines": NO_BASELINES} | changes))]
 
 
@@ -88,7 +88,7 @@ class Loaded:
 
 
 def install_checkpoints(monkeypatch: pytest.MonkeyPatch, error: float = 0.0, step: int | None = None) -> None:
-    """Stand-ins for the checkpoint reader and the probe: they return the synthetic gains, off by ``error``."""
+    """Replace the checkpoint reader and the probe by stand-ins that return the synthetic gains, off by ``error``."""
 
     def load_run(folder: Path, step_asked: int | None = None) -> Loaded:
         if not (folder / "summary.json").exists():
@@ -114,7 +114,7 @@ def install_checkpoints(monkeypatch: pytest.MonkeyPatch, error: float = 0.0, ste
 
 @pytest.fixture(scope="module")
 def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a whole comparison of three arms."""
+    """Return the folder of a whole comparison of three arms."""
     root = demo(tmp_path_factory.mktemp("runs") / "demo")
     with pytest.MonkeyPatch.context() as patch:
         install_checkpoints(patch, error=1e-6)
@@ -125,7 +125,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No figures and no corpus: for tests of everything else."""
+    """Leave out figures and corpus, for tests of everything else."""
     monkeypatch.setattr(compare_module, "draw", lambda *_: [])
     monkeypatch.setattr(compare_module, "baselines", lambda data: NO_BASELINES)
 
@@ -418,7 +418,7 @@ def test_events_and_what_was_done_in_words(tmp_path: Path, quick: None) -> None:
 
 
 def test_what_had_too_little_history_is_not_judged(tmp_path: Path, quick: None) -> None:
-    """A short run whose loss and gradient norm jump, under a rule that needs more steps than it has."""
+    """A short run's loss and gradient norm jump under a rule that needs more steps than the run has."""
     write_run(tmp_path / "short", config("plain", steps=40, layers=1, monitor__zscore_min_history=64))
     lines = read_jsonl(tmp_path / "short" / "metrics.jsonl")
     for line in lines:
@@ -460,7 +460,7 @@ def test_a_run_without_events_says_so(tmp_path: Path, quick: None) -> None:
 
 @pytest.mark.long
 def test_twenty_arms_fit_a_small_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rates, seeds, events: every figure, its data, and a page that a browser opens at once."""
+    """Rates, seeds and events have every figure with its data, on a page that a browser opens at once."""
     monkeypatch.setattr(compare_module, "baselines", lambda data: Baselines(4.6, 3.6, None, 1000, 100))
     page = compare([grid(tmp_path)], recompute_gains=False)
     assert page.stat().st_size < 2_500_000

@@ -1,4 +1,4 @@
-"""The report's section of beliefs: read from what eval.windtunnel wrote, and shown for wind tunnels alone."""
+"""Test the report's section of beliefs: it is read from eval.windtunnel's files, and shown for wind tunnels alone."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def no_figures(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def arms(tmp_path: Path) -> Path:
-    """The folder of a plain and an hc arm on a wind tunnel."""
+    """Return the folder of a plain and an hc arm on a wind tunnel."""
     for kind in ("plain", "hc"):
         write_run(tmp_path / "runs" / kind, config(kind, layers=2, **TASK))
     return tmp_path / "runs"
@@ -42,7 +42,7 @@ def page(folder: Path, **options: Any) -> str:
 
 
 def report() -> dict[str, Any]:
-    """What ``--leads`` writes of six arms, of which one of hc leaves its band 40 steps before its loss event."""
+    """Return what ``--leads`` writes of six arms, of which one of hc leaves its band 40 steps before its loss event."""
 
     def arm(kind: str, rate: float, seed: int, values: np.ndarray, loss: int | None) -> Trace:
         every = {measure.name: values * -measure.worse for measure in MEASURES}

@@ -1,4 +1,4 @@
-"""Generating: a prompt gives what a full forward and its own key give, however it is batched; stops, text, mistakes."""
+"""Test generation: a prompt gives what a full forward and its own key give, however it is batched; stops, mistakes."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def config_of(**groups: dict[str, Any]) -> Config:
 
 @functools.cache
 def generator(config: Config, sampling: Sampling | None = None) -> Generator:
-    """Reads prompts four tokens at a time; shared, so that its programs are compiled once."""
+    """Return a generator that reads prompts four tokens at a time; it is shared, so that programs are compiled once."""
     return Generator(config, random_params(config), BYTES, sampling or Sampling(), batch_size=4, chunk=4)
 
 
@@ -79,8 +79,10 @@ def _commands_share_programs() -> Iterator[None]:
     ids=["windows", "prefix", "dynamic"],
 )
 def test_tokens_are_those_of_the_full_forward(config: Config) -> None:
-    """Each token is sampled, with its row's key at its position, from the logits that the full forward gives for all
-    before it; in batches of four prompts of different lengths."""
+    """Each token is sampled, with its row's key at its position, from a full forward pass over all before it.
+
+    Batches have four prompts of different lengths.
+    """
     how, new = Sampling(temperature=0.8, top_k=50), 6
     made = generator(config, how).complete(PROMPTS, new, seed=5)
     params = random_params(config)
@@ -125,7 +127,7 @@ def test_a_prompt_gives_what_it_gives_alone() -> None:
 
 
 def test_the_decode_step_is_compiled_once() -> None:
-    """For a batch and for a single prompt, whatever the lengths and the seed."""
+    """Batches and single prompts share it, whatever the lengths and the seed."""
     made = generator(config_of(attention={"window": 3}), Sampling(temperature=0.8, top_k=50))
     for call in range(3):
         made.complete(PROMPTS[: 7 - 2 * call], 6 - call, seed=call)  # four and three, four and one, three
@@ -148,7 +150,7 @@ def test_few_sizes() -> None:
     stops=st.lists(st.text("ab", min_size=1, max_size=4), max_size=3),
 )
 def test_text_ends_before_the_first_stop_string(pieces: list[str], stops: list[str]) -> None:
-    """As soon as the text holds one; and nothing is told before it is certain."""
+    """Text ends as soon as it holds a stop string, and nothing is told before it is certain."""
     stream, told, text = StopStrings(stops), "", ""
     for piece in pieces:
         text += piece
@@ -230,7 +232,7 @@ def library(kind: str) -> Library:
 
 @pytest.mark.parametrize("kind", ["bytelevel", "metaspace"])
 def test_pieces_become_text(kind: str, tmp_path: Path) -> None:
-    """What the pieces of a text add to those before it, wherever it is cut: spaces, characters of several pieces."""
+    """The pieces of a text add the right text to those before, wherever it is cut: spaces, long characters."""
     library(kind).save(str(tmp_path / "tokenizer.json"))
     tokenizer, rng = tokenizers.load(str(tmp_path / "tokenizer.json")), random.Random(0)
     words = ["the", "stream", "naïve", "深さ", "🙂", "a", "its", "—"]
@@ -281,7 +283,7 @@ def kinds(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tokenizer]:
 
 
 def ids_of_bytes(tokenizer: Tokenizer, data: bytes) -> list[int]:
-    """Ids that spell bytes, whether they are UTF-8 or not; of other kinds some ids."""
+    """Return ids that spell bytes, whether they are UTF-8 or not; for other tokenisers some ids."""
     if isinstance(tokenizer, tokenizers.ByteTokenizer):
         return list(data)
     names = [tokenizer._tokenizer.token_to_id(f"<0x{byte:02X}>") for byte in data]  # type: ignore[attr-defined]
@@ -294,7 +296,7 @@ def ids_of_bytes(tokenizer: Tokenizer, data: bytes) -> list[int]:
 def test_a_stream_gives_what_decoding_the_whole_gives(
     kinds: dict[str, Tokenizer], kind: str, data: st.DataObject
 ) -> None:
-    """Whatever the bytes and wherever they are cut, also within a character."""
+    """It does so whatever the bytes and wherever they are cut, also within a character."""
     tokenizer = kinds[kind]
     some_bytes = st.one_of(st.text("a🙂é▁ ").map(str.encode), st.binary(max_size=40))
     some_ids = st.lists(st.integers(0, tokenizer.vocab_size - 1), max_size=40)
@@ -313,7 +315,7 @@ def test_a_stream_gives_what_decoding_the_whole_gives(
 
 
 def test_characters_of_bytes_are_told_whole_behind_others(kinds: dict[str, Tokenizer]) -> None:
-    """Six tokens back from the new ones is the middle of a character."""
+    """The text six tokens back from the new ones begins in the middle of a character."""
     tokenizer = kinds["llama2"]
     for prompt, new, told in (
         ("🙂🙂", "😀a".encode(), ["", "", "", "😀", "a"]),
@@ -330,7 +332,7 @@ def test_characters_of_bytes_are_told_whole_behind_others(kinds: dict[str, Token
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run folder with the checkpoints of two steps, of different parameters."""
+    """Return a run folder with the checkpoints of two steps, with different parameters."""
     config = config_of(positions={"kind": "learned", "max_length": 40})
     folder = tmp_path_factory.mktemp("runs") / "a"
     folder.mkdir()

@@ -1,4 +1,4 @@
-"""lm-evaluation-harness: likelihoods of each request as if it were alone, stops, local tasks, those of the paper."""
+"""Test lm-evaluation-harness: likelihoods of each request as if it were alone, stops, local tasks, the paper's."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ WORDS = ["the", "width", "of", "a", "stream", "is", "what", "its", "norm", "mixi
 
 @pytest.fixture(scope="module", autouse=True)
 def _no_network(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """The hub cannot be reached, and what the data library prepares goes into a folder of the tests."""
+    """Make the hub unreachable, and let the data library prepare into a folder of the tests."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
         patch.setattr(constants, "HF_HUB_OFFLINE", True)
@@ -55,7 +55,7 @@ def _no_network(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A byte-level BPE, so that stop strings span tokens and tokens span the end of a context."""
+    """Return a byte-level BPE, so that stop strings span tokens and tokens span the end of a context."""
     library = Library(models.BPE())
     library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     library.decoder = decoders.ByteLevel()
@@ -100,7 +100,7 @@ def words(count: int, seed: int) -> str:
 
 @functools.cache
 def alone(model: LanguageModel, tokens: tuple[int, ...]) -> np.ndarray:
-    """Log-probabilities [T, V] of a forward pass of one row without padding."""
+    """Return the log-probabilities [T, V] of a forward pass of one row without padding."""
     return np.asarray(_forward(model)(model.checkpoint.params, jnp.array([tokens])))
 
 
@@ -127,7 +127,7 @@ PAIRS = [
 
 
 def test_what_is_empty_costs_nothing(model):
-    """A continuation, a context, a text without a token: nothing is predicted, and greedy decoding agrees."""
+    """Without a token in continuation, context or text nothing is predicted, and greedy decoding agrees."""
     asked = [request("loglikelihood", *pair) for pair in (("a stream", ""), ("", ""), ("a", " stream"))]
     found = model.loglikelihood(asked)
     assert found[:2] == [(0.0, True), (0.0, True)] and found[2][0] < 0
@@ -138,7 +138,7 @@ def test_what_is_empty_costs_nothing(model):
 
 
 def test_a_text_that_has_no_ids_is_named_by_its_document(model):
-    """Before anything is computed: half a character here, a letter that the tokeniser does not know elsewhere."""
+    """It is named before anything is computed: for half a character here, for a letter without an id elsewhere."""
     fine = request("loglikelihood", "a", " stream")
     for kind, ask, arguments in (
         ("loglikelihood", model.loglikelihood, ("a\ud83d", " b")),
@@ -214,7 +214,7 @@ def compare(model: LanguageModel, other: LanguageModel) -> None:
 
 
 def test_rolling_is_perplexity_without_the_ends_of_documents(trained, tmp_path, model):
-    """Sums of nats of the same text, by windows; longer and shorter than the context, and none."""
+    """Sums of nats agree on the same text by windows: longer and shorter than the context, and empty."""
     texts = [words(count, count) for count in (1, 5, 17, 60)]
     for number, text in enumerate(texts):
         (tmp_path / f"{number}.txt").write_text(text, "utf-8")
@@ -250,7 +250,7 @@ def test_single_tokens_behind_one_context_take_one_pass(model, monkeypatch):
 
 @pytest.mark.long
 def test_a_stop_string_ends_the_text_also_inside_tokens(model):
-    """Every stop is cut out of what is written without stops: at any place, over one token or several."""
+    """Text ends where a stop occurs in what is written without stops: at any place, over one token or several."""
     context = words(3, 7)
     (text,) = model.generate_until([request("generate_until", context, {"max_gen_toks": 8})])
     pieces = [model._tokenizer.decode([token]) for token in model._tokenizer.encode(text)]
@@ -452,7 +452,7 @@ def _mmlu(k: int) -> dict[str, Any]:
 
 
 def write_paper_data(folder: Path) -> None:
-    """A few rows of each dataset in its own schema; of those with parts, two parts of MMLU and BBH and one of MATH."""
+    """Write a few rows of each dataset in its own schema; of those with parts, two of MMLU and BBH, one of MATH."""
     rows: dict[str, dict[str, list[dict[str, Any]]]] = {
         "EleutherAI/drop": {split: [_drop(k) for k in range(_SPLIT_ROWS)] for split in ("train", "validation")},
         "openai/gsm8k/main": {
@@ -513,7 +513,7 @@ _OTHER_DIGITS = str.maketrans("0123456789", "5678901234")
 
 
 class Scholar(LM):
-    """Knows the answers, and says them as each benchmark wants them; ``wrong``: says the same of something else."""
+    """Knows the answers, and gives them as each benchmark wants them; with ``wrong`` it gives wrong ones likewise."""
 
     def __init__(self, wrong: bool = False) -> None:
         super().__init__()
@@ -549,7 +549,7 @@ class Scholar(LM):
 
 
 def test_the_eight_of_the_paper(tmp_path):
-    """Shots, filters and metrics of each, on rows of its own schema: all right gives 1, all wrong 0."""
+    """Shots, filters and metrics of each work on rows of its own schema: right answers score 1, wrong ones 0."""
     write_paper_data(tmp_path)
     tasks = harness_tasks.load_tasks([harness_tasks.GROUP], tmp_path)
     assert [one.task for one in harness_tasks.MHC_PAPER] == list(tasks.asked)

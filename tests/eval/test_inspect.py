@@ -1,4 +1,4 @@
-"""Inside a checkpoint: profiles are those of the probes, cut heads those that matter, patches carry what differs."""
+"""Test looking inside a checkpoint: profiles are the probes', vital heads are found, patches carry what differs."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import pytest
 from mhc import cli
 from mhc.eval.common import checkpoints
 from mhc.eval.common import rows as corpora
+from mhc.eval.common.ablation import Case, cases
 from mhc.eval.common.checkpoints import Checkpoint
 from mhc.eval.common.statistics import ratio
 from mhc.eval.inspect import __main__ as inspect
@@ -21,7 +22,6 @@ from mhc.eval.inspect import ablation, patching
 from mhc.eval.inspect import patterns as attention_patterns
 from mhc.eval.inspect import profile as profiles
 from mhc.eval.inspect import rows as inspected
-from mhc.eval.inspect.ablation import Case
 from mhc.eval.inspect.views.attention import NOTE
 from mhc.eval.perplexity.score import score
 from mhc.monitor import probes
@@ -32,7 +32,7 @@ from tests.small_runs import config, run, snapshot, write_corpus
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A step's run of three plain blocks on a corpus of texts."""
+    """Return a run of one step of three plain blocks on a corpus of texts."""
     corpus = write_corpus(tmp_path_factory.mktemp("corpus") / "texts")
     folder = tmp_path_factory.mktemp("runs") / "a"
     steps = {"train": {"steps": 1}, "validation": {"every": 0}, "monitor": {"probe_every": 0, "tensorboard": False}}
@@ -42,13 +42,13 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def loaded(trained: Path) -> Checkpoint:
-    """With weights that are nowhere special, on one device."""
+    """Return the checkpoint with weights that are nowhere special, on one device."""
     checkpoint = checkpoints.load(str(trained), devices=jax.devices()[:1])
     return checkpoint._replace(params=random_params(checkpoint.config))
 
 
 def made(kind: str = "mhc", **groups: Any) -> Checkpoint:
-    """A checkpoint of three blocks with random weights, that has no run."""
+    """Return a checkpoint of three blocks with random weights, which has no run."""
     config = small(kind, **{**groups, "model": {"layers": 3, **groups.get("model", {})}})
     return Checkpoint("random", config, (0,), random_params(config), make_mesh(config.mesh, jax.devices()[:1]))
 
@@ -92,7 +92,7 @@ def test_an_estimate_is_a_ratio_with_the_interval_of_its_rows():
 
 
 def test_dead_heads_change_nothing_and_the_one_that_lives_is_found(loaded):
-    """Of six heads only one writes. One program serves zeros, means and scales."""
+    """Only one of six heads writes. One program serves zeros, means and scales."""
     attention = loaded.params["blocks"]["attention"]["core"]
     dead = np.ones(attention["out"].shape, np.float32)
     dead[1, 1] = 0.0
@@ -101,7 +101,7 @@ def test_dead_heads_change_nothing_and_the_one_that_lives_is_found(loaded):
     checkpoint = loaded._replace(params={**loaded.params, "blocks": blocks})
     rows = inspected.read_rows(checkpoint, "validation", 0, 8)
     ablater = ablation.Ablater(checkpoint, rows)
-    which = [*ablation.cases(checkpoint.config), Case("heads", None, ((0, 1), (1, 1)))]
+    which = [*cases(checkpoint.config), Case("heads", None, ((0, 1), (1, 1)))]
     zero = ablater.ablate(which)
     corpus = corpora.packed(checkpoint.config, "validation", rows=0, batch_size=8)
     sums = score(checkpoint, corpus).sums
@@ -138,7 +138,7 @@ def test_dead_heads_change_nothing_and_the_one_that_lives_is_found(loaded):
 
 
 def test_a_mark_is_for_what_noise_does_not_do():
-    """A thousand changes that are noise, one of ten standard errors, and one row, of which nothing can be said."""
+    """A thousand changes are noise, one is of ten standard errors; of a single row nothing can be said."""
     sums = np.random.default_rng(0).standard_normal((64, 1000))
     sums[:, 7] += 10 / 8
     change = ratio(sums, np.ones(64))
@@ -175,7 +175,7 @@ def test_the_control_is_of_other_heads():
     ],
 )
 def test_a_patch_recovers_what_lies_where_the_prompts_differ(kind, groups):
-    """Before block 0 that is at the token that differs; earlier positions never carry it, the last one does at last."""
+    """Before block 0 it lies at the token that differs; earlier positions never carry it, finally the last one does."""
     checkpoint = made(kind, **groups)
     rng = np.random.default_rng(0)
     clean = rng.integers(0, VOCAB, 6).tolist()
@@ -219,14 +219,14 @@ def test_each_variant_is_one_activation_of_its_row():
 
 @pytest.mark.long
 def test_a_mesh_changes_nothing(trained):
-    """Eight devices against one: profile, ablation with means, patches, patterns."""
+    """Eight devices agree with one on profile, ablation with means, patches and patterns."""
     found = []
     for devices in (jax.devices()[:1], jax.devices()):
         checkpoint = checkpoints.load(str(trained), devices=devices, changes={"mesh.fsdp": 2 if devices[1:] else 1})
         rows = inspected.read_rows(checkpoint, "validation", 11, 3)
         one = profiles.profile(checkpoint, rows)
         means = ablation.mean_outputs(checkpoint, rows)
-        cut = ablation.Ablater(checkpoint, rows).ablate(ablation.cases(checkpoint.config), 0.0, means)
+        cut = ablation.Ablater(checkpoint, rows).ablate(cases(checkpoint.config), 0.0, means)
         clean, corrupted = list(b"width of"), list(b"width or")
         moved = patching.patch(checkpoint, clean, corrupted, "state", answer=32, other=101)
         patterns = attention_patterns.patterns(checkpoint, clean, [(0, 1), (2, 0)])

@@ -1,4 +1,4 @@
-"""Long contexts: models that are known to solve the questions, and losses and caches that are known otherwise."""
+"""Test long contexts: models that are known to solve the questions, and losses and caches that are known otherwise."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def exam(language: str, score: needles.Score, samples: int = 6, candidates: int 
 
 
 def copier(query: int, window: int | None = None, blind: slice | None = None) -> needles.Score:
-    """A model that looks for its last ``query`` tokens in the last ``window`` ones and copies what followed them last.
+    """Return a model that looks for its last ``query`` tokens in the last ``window`` ones, and copies what follows.
 
     It is sure of what it found, and otherwise finds all tokens alike. ``blind``: part of the query that it ignores.
     """
@@ -155,13 +155,13 @@ def test_distractors_mislead_a_model_that_ignores_the_key(language: str) -> None
 
 
 def _one(language: str) -> tuple[Any, np.ndarray]:
-    """A key and a value."""
+    """Return a key and a value."""
     rng = np.random.default_rng(0)
     return LANGUAGES[language].keys(rng, 1)[0], LANGUAGES[language].values(rng, 1)[0]
 
 
 def joiner(rows: Iterable[needles.Row]) -> list[needles.ValueScore]:
-    """A model that reads the sentences of ``sentences.Text``, links too."""
+    """Return a model that reads the sentences of ``sentences.Text``, links too."""
     found = []
     for context, value in rows:
         text = BYTES.decode(context)
@@ -175,7 +175,7 @@ def joiner(rows: Iterable[needles.Row]) -> list[needles.ValueScore]:
 
 
 def any_number(rows: Iterable[needles.Row]) -> list[needles.ValueScore]:
-    """A model that takes any number of the text for as likely as another."""
+    """Return a model that takes any number of the text to be as likely as another."""
     seen = [BYTES.decode(value) in BYTES.decode(context) for context, value in rows]
     return [needles.ValueScore(-6.0 if one else -30.0, False) for one in seen]
 
@@ -234,7 +234,7 @@ def test_intervals_of_shares_are_wilsons():
 
 @pytest.fixture(scope="module")
 def checkpoint(corpus: str) -> checkpoints.Checkpoint:
-    """A plain model of random weights, on one device."""
+    """Return a plain model of random weights, on one device."""
     made = resolved(config(corpus, "plain"))
     return checkpoints.Checkpoint("a", made, (0,), random_params(made), make_mesh(made.mesh, jax.devices()[:1]))
 
@@ -264,7 +264,7 @@ def test_values_are_scored_as_by_the_whole_logits(checkpoint):
 
 
 def test_at_the_trained_length_it_is_the_loss_by_context(checkpoint, tmp_path):
-    """Of documents that fill one row each, as eval.perplexity has it."""
+    """On documents that fill one row each, it is the loss that eval.perplexity has."""
     length = checkpoint.config.data.sequence_length
     for number in range(60):
         (tmp_path / f"{number}.txt").write_bytes(
@@ -362,7 +362,7 @@ def test_a_cache_has_the_bytes_of_its_keys_and_values(checkpoint):
 
 @pytest.fixture(scope="module")
 def trained(corpus: str, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """A run of two steps of a kind and positions, made when it is asked for."""
+    """Return a function that makes a run of two steps of a kind and positions when it is first asked for."""
     root = tmp_path_factory.mktemp("runs")
 
     @on_demand
@@ -390,7 +390,7 @@ def report(runs: Sequence[Path], file: Path, *more: str) -> list[dict[str, Any]]
 
 
 def test_a_report_has_what_the_model_scored(checkpoint):
-    """Each cell is what the questions give when they are asked directly; what does not fit is told."""
+    """Each cell holds what the questions give when they are asked directly, and what does not fit is reported."""
     options = longcontext._parser().parse_args(
         ["--checkpoint", "x", *SMALL, "--parts", "needles", "--lengths", "9", "32"]
     )
@@ -540,7 +540,7 @@ def test_a_corpus_of_ids_has_needles_of_its_own_ids(tmp_path, checkpoint):
 
 @pytest.mark.parametrize("pieces", ["bytes", "spaces"])
 def test_a_question_of_pieces_is_the_beginning_of_its_sentence(pieces: str, tmp_path: Path) -> None:
-    """Under byte-level BPE, and where a space belongs to the word after it; values have as many pieces each."""
+    """It is, under byte-level BPE, and where a space belongs to the next word; values have equally many pieces."""
     made = tokenizers.Tokenizer(tokenizers.models.BPE())
     if pieces == "bytes":
         made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -1,4 +1,4 @@
-"""Pictures of the maps: the gains of the run's probes, products in the right order, means that keep the sums."""
+"""Test pictures of the maps: the gains of the run's probes, products in the right order, means that keep the sums."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ KINDS = ("plain", "hc", "mhc")
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """A run of 12 steps of a kind, at a rate at which HC's maps move; made when it is asked for."""
+    """Return a function that makes, when first asked, a run of 12 steps of a kind at a rate at which HC's maps move."""
     corpus = write_corpus(tmp_path_factory.mktemp("corpus") / "texts")
     root = tmp_path_factory.mktemp("runs")
 
@@ -57,7 +57,7 @@ def test_the_page_shows_the_gains_of_the_probes(trained, tmp_path, capsys):
 
 @pytest.mark.long
 def test_products_are_in_the_order_of_depth(trained):
-    """Of one token, whose mean is itself: the product from the start, and to the end, of the single maps."""
+    """For a single token, the products of its maps from the start and to the end are those of the definition."""
     checkpoint = checkpoints.load(str(trained("hc")), devices=jax.devices()[:1])
     one = mappings.measure(checkpoint)
     depth, n = len(one.single), one.single.shape[-1]

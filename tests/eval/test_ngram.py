@@ -1,4 +1,4 @@
-"""Byte n-gram baselines against a slow exact computation."""
+"""Test byte n-gram baselines against a slow exact computation."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ documents = st.lists(st.binary(max_size=30) | st.text("ab ", max_size=30).map(st
 
 
 def slow(train: list[bytes], validation: list[bytes]) -> tuple[float, float]:
-    """Both models byte by byte, probabilities as exact fractions."""
+    """Compute both models byte by byte, with probabilities as exact fractions."""
     single: Counter[int] = Counter()
     pairs: Counter[tuple[int, int]] = Counter()
     contexts: Counter[int] = Counter()
@@ -71,7 +71,7 @@ def test_no_validation_bytes() -> None:
 
 @pytest.fixture
 def corpus(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[bytes]]:
-    """A corpus in place of the data package."""
+    """Put a corpus in place of the data package."""
     splits: dict[str, list[bytes]] = {"train": [b"abab", b"ba"], "validation": [b"ab", b"b"]}
 
     def stream(config: DataConfig, split: str) -> Iterator[bytes]:

@@ -1,4 +1,4 @@
-"""Perplexity: the validation loss of the run, whatever the batch and the mesh; windows, documents, averages."""
+"""Test perplexity: the validation loss of the run, whatever the batch and the mesh; windows, documents, averages."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.small_runs import config, run, snapshot
 
 @pytest.fixture(scope="module")
 def trained(corpus: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of 12 steps with checkpoints at 8 and 12, validated on two batches of eight rows."""
+    """Return a run of 12 steps with checkpoints at 8 and 12, validated on two batches of eight rows."""
     folder = tmp_path_factory.mktemp("runs") / "a"
     assert run(config(corpus), folder) == 0
     return folder
@@ -86,7 +86,7 @@ def test_a_uniform_model_gives_log_v(trained):
 
 
 def test_every_token_of_a_document_is_counted_once(trained):
-    """Packed or by windows of any stride: as many targets and bytes of each document as it has."""
+    """Packed or by windows of any stride, each document counts as many targets and bytes as it has."""
     checkpoint = checkpoints.load(str(trained), devices=jax.devices()[:1])
     source, encode = corpora._open(checkpoint.config, "validation")
     sizes = [len(encode(number).target_bytes) for number in range(len(source))]
@@ -107,7 +107,7 @@ def test_every_token_of_a_document_is_counted_once(trained):
 
 @pytest.mark.parametrize("stride", [pytest.param(1, marks=pytest.mark.product), 5])
 def test_a_window_scores_what_a_forward_of_it_alone_does(trained, stride):
-    """Against each window by itself, of the full logits; all but a document's first targets have T - S of context."""
+    """Scores equal those of each window by itself; all but a document's first targets have T - S tokens of context."""
     checkpoint = checkpoints.load(str(trained), devices=jax.devices()[:1])
     length = checkpoint.config.data.sequence_length
     rows = 12
@@ -161,7 +161,7 @@ def test_several_checkpoints_are_paired_by_document(trained, corpus, tmp_path, c
 
 
 def test_intervals_cover_and_equal_documents_have_none():
-    """Of 200 corpora of 100 documents, about 95 of 100 intervals hold the true loss."""
+    """In 200 corpora of 100 documents, about 95 of 100 intervals hold the true loss."""
     rng, held = np.random.default_rng(0), 0
     for _ in range(200):
         tokens = rng.integers(5, 50, 100).astype(float)

@@ -1,4 +1,4 @@
-"""Programs over a checkpoint: rows come back as they went in, and a second checkpoint of a model compiles nothing."""
+"""Test programs over a checkpoint: rows come back as they went in, and a model's second checkpoint compiles nothing."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def checkpoint(config: Config, seed: int, devices: int) -> Checkpoint:
 
 @pytest.mark.parametrize("devices", [1, 4])
 def test_rows_come_back_as_they_went_in(devices: int) -> None:
-    """Batches of any number of rows, whatever the mesh shares them by; other arrays of a batch are left alone."""
+    """Batches may have any number of rows, whatever the mesh divides them by; other arrays of a batch are kept."""
     program = Program(checkpoint(small(), 0, devices), doubled)
     assert program.shards == devices
     rng = np.random.default_rng(0)

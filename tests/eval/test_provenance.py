@@ -1,4 +1,4 @@
-"""Warnings about arms that differ in more than what their comparison varies."""
+"""Test warnings about arms that differ in more than what their comparison varies."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ BASE = tiny("text:/nowhere/*.txt")
 
 
 def arm(name: str, **fields: Any) -> Arm:
-    """An arm with these fields, residual__kind=…, of the base."""
+    """Return an arm with these fields, residual__kind=…, of the base."""
     tree = copy.deepcopy(BASE)
     for field, value in fields.items():
         group, leaf = field.split("__")
@@ -37,20 +37,20 @@ def arm(name: str, **fields: Any) -> Arm:
 
 
 def start(made: configs.Config) -> dict[str, Any]:
-    """As of this process."""
+    """Return the record of a start of this process."""
     data = {"corpus": "c0", "tokenizer": "bytes-258"}
     return provenance.start(made, make_mesh(made.mesh, jax.devices()[:1]), step=0, data=data)
 
 
 def changed(one: Arm, group: str, field: str, value: Any, *, only_then: bool = False) -> Arm:
-    """The arm as if it had been started (or, ``only_then``, resumed) with another value."""
+    """Return the arm as if it had been started (or, ``only_then``, resumed) with another value."""
     other = copy.deepcopy(one.starts[0])
     other[group][field] = value
     return dataclasses.replace(one, starts=(one.starts[0], other) if only_then else (other,))
 
 
 def grid(folder: Path, **arms: dict[str, Any]) -> Path:
-    """A grid.json of arms."""
+    """Write a grid.json of arms."""
     made = plan.Plan("grid", "base.py", {}, configs.to_dict(from_config_dict(BASE)), arms)
     write_json(folder / "grid.json", dataclasses.asdict(made))
     return folder
@@ -63,7 +63,7 @@ KINDS = (arm("a", residual__kind="plain"), arm("b", residual__kind="mhc"), arm("
 
 
 def test_kinds_rates_and_seeds_alone_are_no_warning(tmp_path):
-    """Nor is what derives from them: streams, initial maps."""
+    """The fields that derive from them, such as streams and initial maps, give no warning either."""
     arms = [*KINDS, arm("d", residual__kind="hc", optimizer__lr=3e-3, seed__init=1, seed__data=1)]
     assert unintended(arms, None) == unintended(arms, tmp_path) == []
 

@@ -1,4 +1,4 @@
-"""Gains under another convention of the projection: the same matrices, whichever order the logits stand in."""
+"""Test gains under another convention of the projection: the same matrices, in whichever order the logits are."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def maps_of(config: Config, params: Any) -> np.ndarray:
 
 @pytest.mark.parametrize(("ours", "theirs"), [PRESETS, PRESETS[::-1]])
 def test_another_convention_projects_the_same_matrices(ours: str, theirs: str) -> None:
-    """Where Sinkhorn has converged, the presets differ by the transposition of the logits alone."""
+    """If Sinkhorn has converged, the presets differ by the transposition of the logits alone."""
     config = small("mhc", residual={"sinkhorn": ours})
     run = LoadedRun(config, 1, random_params(config, std=0.2))
     expected = maps_of(config, run.params)

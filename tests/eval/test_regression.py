@@ -1,4 +1,4 @@
-"""Regression: equal models differ by nothing, a changed weight is named with its place, what does not fit is said."""
+"""Test regression: equal models differ by nothing, a changed weight is named with its place, misfits are reported."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def prompts(config: Config, count: int = len(fixed_rows.PROMPTS)) -> Rows:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Run folders by kind, of random weights and a corpus of forty texts."""
+    """Return run folders by kind, with random weights and a corpus of forty texts."""
     root = tmp_path_factory.mktemp("runs")
     corpus = write_corpus(root / "texts")
 
@@ -91,7 +91,7 @@ def test_a_checkpoint_differs_from_its_golden_file_by_nothing(kind, runs, tmp_pa
 
 
 def test_what_a_golden_file_holds(runs, tmp_path):
-    """Rows as the pipeline and the tokeniser give them; logits and hidden states of the model's own forward pass."""
+    """It holds rows as pipeline and tokeniser give them, and logits and hidden states of the model's own pass."""
     run, golden = runs("plain"), tmp_path / "golden.npz"
     assert regress(run, "--save", golden, "--activations", "--rows", 2, "--length", 12) == 0
     made = golden_files.read(golden)
@@ -166,14 +166,14 @@ def test_the_first_place_that_differs_is_named(kind):
 
 
 def changed(params: Params, path: str, index: tuple[int, ...]) -> Params:
-    """With one number larger by 0.05."""
+    """Return the arrays with one number larger by 0.05."""
     return jax.tree_util.tree_map_with_path(
         lambda at, leaf: leaf.at[index].add(0.05) if path_of(at) == path else leaf, params
     )
 
 
 def test_another_dtype_differs_in_every_layer(runs, tmp_path, capsys):
-    """The reference stays in its own; the tolerance decides the exit code."""
+    """The reference stays in its own dtype; the tolerance decides the exit code."""
     run, file = runs("plain"), tmp_path / "found.json"
     given = ["--against", run, "--dtype", "bfloat16", "--rows", 0, "--json", file]
     assert regress(run, *given) == 1
@@ -206,7 +206,7 @@ def test_another_implementation_and_another_mesh_agree(runs, tmp_path):
 
 
 def outputs(values: np.ndarray, config: Config | None = None, **about: Any) -> Outputs:
-    """Outputs of one row of as many tokens as ``values`` has rows, without hidden states."""
+    """Return outputs of one row of as many tokens as ``values`` has rows, without hidden states."""
     tokens = len(values)
     rows = Rows(*(np.ones((1, tokens), np.int32) for _ in range(3)))
     made = config or config_of()
@@ -234,7 +234,7 @@ def top(one: Outputs, ids: np.ndarray) -> Outputs:
 
 
 def test_the_divergence():
-    """Against its definition; of some logits a lower bound, which is exact when all are kept."""
+    """It equals its definition; from some of the logits it is a lower bound, which is exact when all are kept."""
     one, other = draw(0), draw(1)
     p, q = (np.exp(a.astype(np.float64)) / np.exp(a.astype(np.float64)).sum(-1, keepdims=True) for a in (other, one))
     exact = (p * np.log(p / q)).sum(-1)
@@ -291,7 +291,7 @@ def test_top_k_keeps_the_most_probable():
 
 
 def test_means_have_intervals_over_rows():
-    """Tokens of a row are no samples of their own: equal rows leave no doubt, whatever their tokens do."""
+    """Tokens of a row are no independent samples: equal rows leave no doubt, whatever their tokens do."""
     row = np.repeat([0, 2, 5], 4)
     same = comparison.mean_by_row(np.tile([0.0, 1.0, 2.0, 5.0], 3), row)
     assert same == {"value": 2.0, "low": 2.0, "high": 2.0}
@@ -375,7 +375,7 @@ def test_half_a_character_in_a_prompt_is_named_by_its_line(runs, tmp_path, capsy
 
 
 def test_a_golden_file_that_does_not_fit(runs, golden, tmp_path, capsys):
-    """Of another vocabulary or tokeniser, of longer rows than there are positions, damaged, or something else."""
+    """It is refused for another vocabulary or tokeniser, rows longer than the positions, damage, or another content."""
     run = runs("plain")
     whole = golden.read_bytes()
     bad = tmp_path / "bad.npz"

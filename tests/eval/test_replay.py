@@ -1,4 +1,4 @@
-"""Replay on a tiny run that was rewound: its numbers bit for bit, its batches under another topology, and mistakes."""
+"""Test replay on a tiny run that was rewound: its numbers bit for bit, its batches under another topology, mistakes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ replay = functools.partial(replays.replay, devices=jax.devices()[:1])
 
 @pytest.fixture(scope="module", autouse=True)
 def _one_device() -> Iterator[None]:
-    """Replays take one device, as the run does, and those of one config share their programs."""
+    """Let replays take one device, as the run does; those of one config share their programs."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(replays, "replay", replay)
         cached = functools.cache(steps.Trainer)
@@ -42,7 +42,7 @@ def _one_device() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def rewound(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run that calls any rise of the loss or the gradient norm a spike: it is rewound once, then it halts."""
+    """Return a run that calls any rise of the loss or the gradient norm a spike: it is rewound once, then it halts."""
     root = tmp_path_factory.mktemp("replay")
     draw = random.Random(0)
     (root / "corpus").mkdir()
@@ -83,7 +83,7 @@ def rewound(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_every_step_left_is_reproduced_bit_for_bit(rewound: Path) -> None:
-    """Before and after the rewind, from a checkpoint and from the seed; the batches that it left out stay out."""
+    """It is, before and after the rewind, from a checkpoint and from the seed; batches that it left out stay out."""
     events = read_jsonl(rewound / "events.jsonl")
     (back,) = [event for event in events if event["event"] == "rewind"]
     metrics = {row["step"]: row for row in read_jsonl(rewound / "metrics.jsonl")}
@@ -141,7 +141,7 @@ def test_another_rate_goes_on_from_the_checkpoint(rewound: Path) -> None:
 
 @pytest.mark.long
 def test_the_first_nan_is_named(rewound: Path) -> None:
-    """Of a rate so high that the step after it overflows."""
+    """The rate is so high that the step after it overflows."""
     step = max(committed_steps(rewound)[0], 1) + 2
     result = replay(rewound, step, first=step - 1, overrides={"optimizer.lr": 1e20}, nan=True)
     assert result.nan is not None and np.isnan(result.metrics["loss"])

@@ -1,4 +1,4 @@
-"""Loss events of made-up runs: what led them, what cried wolf, and what a rewind takes away."""
+"""Test loss events of made-up runs: what led them, false alarms, and what a rewind takes away."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_a_halt_and_a_non_finite_tensor_are_kept(tmp_path: Path) -> None:
 
 
 def test_an_older_run_is_read_off_its_metrics_and_probes(tmp_path: Path) -> None:
-    """No events.jsonl: the flagged step is found, and the probes' thresholds are applied again."""
+    """Without events.jsonl the flagged step is found, and the probes' thresholds are applied again."""
     settings = config("hc", steps=400, layers=16, monitor__probe_every=40, guard__forward_gain=50.0)
     write_run(tmp_path / "hc", settings, spike_at=300, old=True)
     (arm,) = load([tmp_path / "hc"])[1]

@@ -1,4 +1,4 @@
-"""Intervals: they cover, they are those of the books, and one sample has none."""
+"""Test intervals: they cover, they equal those of the books, and one sample has none."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_students_interval_holds_its_share_of_the_density() -> None:
 
 
 def test_intervals_of_shares_are_wilsons() -> None:
-    """The formula of 1927, for whole numbers of hits; others lie between their neighbours."""
+    """The bounds are those of the formula of 1927 for whole numbers of hits; others lie between their neighbours'."""
     z2 = 1.959963984540054**2
     for samples in (1, 7, 20, 500):
         for hits in {0, 1, samples // 2, samples}:
@@ -51,7 +51,7 @@ def test_an_estimate_is_the_statistic_of_the_samples() -> None:
 
 
 def test_a_drawn_quantile_is_that_of_the_drawn_values() -> None:
-    """As numpy takes it of the values repeated as often as they were drawn."""
+    """It is numpy's quantile of the values, each repeated as often as it was drawn."""
     values, weights = np.sort(np.random.default_rng(1).normal(size=9)), resampled(9)
     for q in (0.1, 0.5, 0.95):
         drawn = [np.quantile(np.repeat(values, row), q) for row in weights]

@@ -1,4 +1,4 @@
-"""Best rates, learning-rate sensitivity, and what paired seeds may say."""
+"""Test best rates, learning-rate sensitivity, and what paired seeds may say."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The watcher: each checkpoint scored once as it comes, over restarts and deletions, until the run is done."""
+"""Test the watcher: each checkpoint is scored once as it comes, over restarts and deletions, until the run is done."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ HOW = {"rows": 16}
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of 12 steps with the checkpoints 4, 8 and 12. Not to be changed."""
+    """Return a run of 12 steps with the checkpoints 4, 8 and 12, which tests must not change."""
     root = tmp_path_factory.mktemp("watch")
     scored = {"validation": {"every": 4}, "checkpoint": {"keep": 3}, "monitor": {"probe_every": 0}}
     made = config(write_corpus(root / "texts"), "plain", **scored)
@@ -30,7 +30,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Training:
-    """A run that commits a checkpoint whenever the watcher sleeps."""
+    """Commits a checkpoint of a run whenever the watcher sleeps."""
 
     def __init__(self, trained: Path, folder: Path):
         self.trained, self.folder = trained, folder
@@ -111,7 +111,7 @@ def test_a_checkpoint_deleted_while_it_is_read_is_left_out(trained, tmp_path, ca
 
 
 def test_a_real_checkpoint_that_goes_is_left_out_too(trained, tmp_path, capsys):
-    """As the loader meets it: its files are gone one by one."""
+    """Its files go one by one while the loader reads it."""
     folder, out = Path(shutil.copytree(trained, tmp_path / "run")), tmp_path / "scores.jsonl"
 
     def measure(step: int) -> dict[str, Any]:

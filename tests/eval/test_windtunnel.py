@@ -1,4 +1,4 @@
-"""A model's belief against the exact posterior: a perfect one has distance 0, and what only looks right is seen."""
+"""Test a model's belief against the exact posterior: a perfect one has distance 0, a merely similar one is seen."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mhc.errors import UserError
 from mhc.eval.windtunnel.__main__ import main
 from mhc.eval.windtunnel.belief import Belief, longer
 from mhc.eval.windtunnel.measures import distances, optimum, without_context
-from mhc.eval.windtunnel.page import Found, topologies
+from mhc.eval.windtunnel.page import Measured, topologies
 from mhc.eval.windtunnel.sections import SECTIONS, Result, chosen
 from tests.small_runs import on_demand, run
 
@@ -43,7 +43,7 @@ def test_the_posterior_itself_has_no_distance(name: str) -> None:
 
 
 def test_without_context_nothing_is_known() -> None:
-    """At 8 symbols 3 − log2(8!) / 7 bits: what the control must reach, and no less."""
+    """At 8 symbols the control must reach 3 − log2(8!) / 7 bits, and no less."""
     drawn = Bijection(8).make(0, "validation", range(20_000))
     error = without_context(drawn.posterior).entropy_error.mean()
     assert error == pytest.approx(3 - np.log2(40320) / 7, abs=1e-3)
@@ -62,7 +62,7 @@ def test_an_entropy_that_is_right_on_the_wrong_support_is_seen(name: str) -> Non
 
 @tasks
 def test_entropies_that_are_right_on_average_alone_are_seen(name: str) -> None:
-    """The posteriors of other sequences: every mean over sequences is right, and no sequence is."""
+    """With the posteriors of other sequences every mean over sequences is right, and no sequence is."""
     posterior = SEQUENCES[name].posterior
     shuffled = 0.999 * np.roll(posterior, 1, axis=0) + 0.001 / posterior.shape[-1]
     found = distances(np.log(shuffled), posterior, 0)
@@ -124,7 +124,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 @pytest.mark.parametrize(
     "source",
     [
-        "windtunnel:bijection,symbols=4",
+        pytest.param("windtunnel:bijection,symbols=4", marks=pytest.mark.long),
         pytest.param("windtunnel:hmm,observations=2,states=2,symbols=2", marks=pytest.mark.long),
     ],
 )
@@ -183,15 +183,15 @@ def test_a_measure_that_is_unknown_is_refused() -> None:
 def test_scalars_of_a_measure_are_compared_by_seed() -> None:
     """mhc is 0.2 above plain at equal seeds, though seeds differ by more; a value that is absent makes no pair."""
 
-    def found(kind: str, seed: int, scalars: dict[str, float]) -> Found:
+    def run_of(kind: str, seed: int, scalars: dict[str, float]) -> Measured:
         posterior = SEQUENCES["hmm"].posterior
         none = without_context(posterior)
         belief = Belief(f"{kind}{seed}", kind, False, (seed, seed), "windtunnel:hmm", none, none, optimum(posterior))
-        return Found(belief, {"depth": Result(scalars, {})})
+        return Measured(belief, {"depth": Result(scalars, {})})
 
-    runs = [found("plain", seed, {"r2": 0.1 * seed}) for seed in range(4)]
-    runs += [found("mhc", seed, {"r2": 0.1 * seed + 0.2}) for seed in range(4)]
-    runs += [found("hc", 0, {}), found("hc", 9, {"r2": 0.5})]
+    runs = [run_of("plain", seed, {"r2": 0.1 * seed}) for seed in range(4)]
+    runs += [run_of("mhc", seed, {"r2": 0.1 * seed + 0.2}) for seed in range(4)]
+    runs += [run_of("hc", 0, {}), run_of("hc", 9, {"r2": 0.5})]
     compared = topologies(runs)
     assert compared["plain"]["depth"]["r2"]["value"] == pytest.approx(0.15)
     assert compared["plain"]["depth"]["r2_beyond_plain"] is None

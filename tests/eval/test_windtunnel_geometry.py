@@ -1,4 +1,4 @@
-"""The geometry of attention against numpy, planted models and tasks."""
+"""Test the geometry of attention against numpy, planted models and tasks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lead times: planted series come out as they were planted, and a small grid goes through the whole program."""
+"""Test lead times: planted series come out as they were planted, and a small grid goes through the whole program."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ R2 = Measure("r2", "R²", -1, 0.05)
 def trace(
     values: np.ndarray, *, seed: int = 0, rate: float = 1e-3, loss: int | None = None, kind: str = "hc", last: int = 300
 ) -> Trace:
-    """An arm of one measure."""
+    """Return the trace of an arm of one measure."""
     return Trace(
         f"{kind},{rate},{seed}", kind, rate, (seed, seed), STEPS, {"r2": values}, {"spike": loss}, last=last, window=32
     )
@@ -48,7 +48,7 @@ def steady(offset: float = 0.0) -> np.ndarray:
 
 
 def falling(start: float) -> np.ndarray:
-    """Values that fall far outside from a step on."""
+    """Return values that fall far outside from a step on."""
     return np.where(start <= STEPS, 0.2, 0.9)
 
 
@@ -79,7 +79,7 @@ def test_a_wobble_does_not_count() -> None:
 
 
 def test_a_healthy_arm_that_leaves_is_a_false_alarm() -> None:
-    """It is held against the other healthy ones, not against itself."""
+    """It is compared with the other healthy arms, not with itself."""
     sick = trace(falling(100), seed=3)
     assert verdict(sick) == ("false alarm", None)
     assert sick not in healthy(sick, [*HEALTHY, sick])
@@ -130,7 +130,7 @@ def test_a_topology_is_held_against_itself_at_the_lowest_rate() -> None:
 
 
 def test_a_measure_may_judge_in_the_loss_place() -> None:
-    """As the held-out loss does, by its own band."""
+    """The held-out loss does so, by its own band."""
     arm = trace(falling(100), rate=0.1)
     judged = judging(R2, "held_out", [*HEALTHY, arm])
     assert [one.loss["held_out"] for one in judged] == [None, None, None, 100]
@@ -178,7 +178,7 @@ def arm(folder: Path, rate: float, seed: int, steps: int, **train: Any) -> Path:
 
 @pytest.fixture(scope="module")
 def grid(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A trunk of twenty steps, and a branch that goes on from its tenth at a higher rate."""
+    """Train a trunk of twenty steps, and a branch that goes on from its tenth at a higher rate."""
     root = tmp_path_factory.mktemp("leads") / "grid"
     trunk = arm(root / "low", 1e-3, 0, 20)
     arm(root / "high", 0.3, 0, 10, init_from=f"{trunk}@10")

@@ -1,7 +1,8 @@
-"""Probes and geometry of models: of every residual kind and attention, over any mesh, against direct computations."""
+"""Test probes and geometry of models, of every residual kind and attention, over any mesh, by direct computations."""
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import jax
@@ -15,6 +16,7 @@ from mhc.data.windtunnel import Bijection, HiddenMarkov, Task
 from mhc.eval.common.checkpoints import Checkpoint
 from mhc.eval.common.program import Program
 from mhc.eval.windtunnel import depth, geometry
+from mhc.files import jsonable
 from mhc.model.attention import Attention
 from mhc.model.decoder import Decoder, SublayerView
 from mhc.sharding import make_mesh, shardings
@@ -30,7 +32,7 @@ ATTENTION: dict[str, dict[str, Any]] = {
 
 
 def checkpoint(task: Task, kind: str = "plain", devices: int = 1, **groups: dict[str, Any]) -> Checkpoint:
-    """A model with random parameters."""
+    """Return a model with random parameters."""
     groups["model"] = {**groups.get("model", {}), "vocab_size": max(VOCAB, task.vocabulary)}
     config: Config = small(kind, **groups, data={"sequence_length": task.length})
     mesh = make_mesh(MeshConfig(data=1, fsdp=devices), jax.devices()[:devices])
@@ -39,7 +41,7 @@ def checkpoint(task: Task, kind: str = "plain", devices: int = 1, **groups: dict
 
 
 def check(model: Checkpoint, task: Task) -> None:
-    """What must hold of any model: shapes, and that a token by itself tells nothing of a bijection's values."""
+    """Check what must hold of any model: shapes, and that a token by itself tells nothing of a bijection's values."""
     found = depth.probe(model, task, SEQUENCES)
     collapsed, streams = found.within["collapsed"].value, found.within["streams"].value
     sublayers = 2 * model.config.model.layers
@@ -77,7 +79,7 @@ def test_every_attention(name: str) -> None:
 
 
 def test_a_control_without_context_has_no_belief() -> None:
-    """A leak would show: no sublayer knows which values were seen."""
+    """No sublayer knows which values were seen; a leak would show here."""
     model = checkpoint(BIJECTION, "mhc", **ATTENTION["tokenwise"])
     found = depth.probe(model, BIJECTION, 60)
     for view in found.within.values():
@@ -89,7 +91,7 @@ def test_a_control_without_context_has_no_belief() -> None:
 
 
 def test_the_probed_state_is_what_the_head_reads() -> None:
-    """The last collapsed state, normed, at the supervised places; and each place has its own token's embedding."""
+    """It is the last collapsed state, normed, at the supervised places; each place has its own token's embedding."""
     model = checkpoint(HMM, "mhc")
     drawn = HMM.make(0, "validation", range(3))
     places = np.tile(HMM.places.astype(np.int32), (3, 1))
@@ -103,7 +105,7 @@ def test_the_probed_state_is_what_the_head_reads() -> None:
 
 
 def whole(decoder: Decoder, batch: dict[str, jax.Array]) -> dict[str, jax.Array]:
-    """Queries and keys as attention has them, keys without positions, and attention's outputs, batch first."""
+    """Return queries and keys as attention has them, keys without positions, and attention's outputs, batch first."""
 
     def observe(view: SublayerView) -> dict[str, jax.Array]:
         core = view.sublayer.core
@@ -151,7 +153,7 @@ def test_the_geometry_against_loops(task: Task) -> None:
 
 @pytest.mark.product
 def test_a_mesh_changes_nothing() -> None:
-    """Thirty sequences over four devices: rows of filling count nowhere."""
+    """With thirty sequences over four devices, rows of filling do not count."""
     one, four = (checkpoint(BIJECTION, "mhc", devices) for devices in (1, 4))
     for measure in (depth.measure, geometry.measure):
         here, there = (measure(model, BIJECTION, SEQUENCES).scalars for model in (one, four))
@@ -165,3 +167,12 @@ def test_memory_limits_the_batches(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "_BYTES", 200_000)
     for measure, whole_ in zip((depth.measure, geometry.measure), expected, strict=True):
         assert measure(model, BIJECTION, 10).scalars == pytest.approx(whole_, rel=1e-4, abs=1e-5)
+
+
+def test_a_model_that_diverged_has_no_scalars() -> None:
+    model = checkpoint(BIJECTION)
+    model = model._replace(params=jax.tree.map(lambda leaf: leaf * jnp.nan, model.params))
+    for measure in (depth.measure, geometry.measure):
+        result = measure(model, BIJECTION, 10)
+        assert not result.scalars
+        json.dumps(jsonable(result.json), allow_nan=False)

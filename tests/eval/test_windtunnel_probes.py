@@ -1,4 +1,4 @@
-"""Linear probes: what is planted is found where it was planted, and what is not there is not found."""
+"""Test linear probes: what is planted is found where it was planted, and what is not there is not found."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ def posterior(name: str, numbers: range) -> np.ndarray:
 
 
 def noise(numbers: range, places: int, width: int, of: int = 0) -> np.ndarray:
-    """Features that tell nothing, [B, P, D]; each sequence has its own."""
+    """Return features that tell nothing, [B, P, D]; each sequence has its own."""
     return np.stack([np.random.default_rng([of, number]).standard_normal((places, width)) for number in numbers])
 
 
 def planted(name: str, numbers: range, *, width: int = 12) -> tuple[np.ndarray, np.ndarray]:
-    """(Features [3, B, P, D] of three streams, of which number 1 holds the targets mixed with noise; the targets)."""
+    """Return (features [3, B, P, D] of three streams, of which number 1 holds the targets with noise; the targets)."""
     y = targets(posterior(name, numbers))
     streams = np.stack([noise(numbers, y.shape[1], width, of) for of in range(3)])
     streams[1, ..., : y.shape[2]] = y
@@ -35,7 +35,7 @@ def planted(name: str, numbers: range, *, width: int = 12) -> tuple[np.ndarray, 
 def fitted(
     name: str, sequences: int, *, within: bool, shuffled: bool = False
 ) -> tuple[probes.Probe, list[probes.Scores]]:
-    """A probe of the planted features, and its scores; ``shuffled`` gives each sequence another one's posterior."""
+    """Return a probe of the planted features, and its scores; ``shuffled`` gives each sequence another's posterior."""
 
     def features(numbers: range) -> tuple[np.ndarray, np.ndarray]:
         x, y = planted(name, numbers)
@@ -126,7 +126,7 @@ def test_the_parts_share_no_sequence() -> None:
 
 @pytest.mark.parametrize("within", [True, False])
 def test_the_fit_is_ridge_regression(within: bool) -> None:
-    """Against the normal equations over all samples at once."""
+    """It solves the normal equations over all samples at once."""
     probe, _ = fitted("hmm", 40, within=within)
     _, *fitting = parts(40)
     blocks = [planted("hmm", numbers[a:b]) for numbers in fitting for a, b in ((0, 5), (5, None))]
@@ -161,3 +161,24 @@ def test_features_that_do_not_vary_tell_nothing() -> None:
 def test_zeros_of_a_posterior_have_a_logarithm() -> None:
     read = targets(np.array([[[0.5, 0.5, 0.0, 0.0]]]))
     np.testing.assert_allclose(read[0, 0], [1.0, -1.0, -1.0, *2 * [np.log2(FLOOR / 4)]], rtol=0, atol=1e-15)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_features_that_are_not_finite_have_no_r2(bad: float) -> None:
+    """The other streams' probes are as they were."""
+
+    def features(numbers: range) -> tuple[np.ndarray, np.ndarray]:
+        x, y = planted("hmm", numbers)
+        x[0, :, 2, 1] = bad
+        return x, y
+
+    scored, *fitting = parts(30)
+    sums = []
+    for numbers in fitting:
+        part = probes.Sums()
+        part.add(numbers, *features(numbers))
+        sums.append(part)
+    probe = probes.fit(sums[0], sums[1], GROUPS, within=True)
+    r2 = probes.r2([probe.score(scored, *features(scored))])
+    assert np.isnan(r2.value[0]).all() and np.isnan(r2.low[0]).all()
+    np.testing.assert_allclose(r2.value[1:], probes.r2(fitted("hmm", 30, within=True)[1]).value[1:], atol=1e-9)

@@ -1,4 +1,4 @@
-"""train.py with a fault: the loss of step 7 is not finite."""
+"""Run train.py with a fault: the loss of step 7 is not finite."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NOT_FINITE = Faults(loss=lambda completed, loss: jnp.where(completed == 6, jnp.n
 
 
 def main(arguments: Sequence[str]) -> int:
-    """--config FILE --workdir DIR, as train.py."""
+    """Train with --config FILE --workdir DIR, as train.py does."""
     parser = cli.Parser(example="", fields=cli.EVERY_FIELD)
     parser.add_argument("--config")
     parser.add_argument("--workdir")

@@ -1,4 +1,4 @@
-"""train.py that kills itself with SIGKILL in a given phase: from outside, a busy machine strikes much too late."""
+"""Run a train.py that kills itself with SIGKILL in a given phase: a kill from outside is late on a busy machine."""
 
 from __future__ import annotations
 

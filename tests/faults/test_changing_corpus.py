@@ -1,4 +1,4 @@
-"""A corpus file that shrinks, grows or vanishes under a run: one line, and the run goes on when the file is back."""
+"""Test a corpus file that shrinks, grows or vanishes under a run: one line, and the run goes on once it is back."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("compiled_once")
 
 @pytest.fixture
 def made(tmp_path: Path) -> Config:
-    """A run over one file of lines."""
+    """Return the config of a run over one file of lines."""
     (tmp_path / "corpus").mkdir()
     rng = random.Random(0)
     texts = (" ".join(rng.choices(["stream", "width", "of", "—"], k=rng.randint(5, 60))) for _ in range(300))

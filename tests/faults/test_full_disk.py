@@ -1,4 +1,4 @@
-"""A disk that is full while a run goes on: one line, nothing lost, and with room again the same bits."""
+"""Test a disk that fills up while a run goes on: one line, nothing lost, and with room again the same bits."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def reference(corpus: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The undisturbed run."""
+    """Return the undisturbed run."""
     folder = tmp_path_factory.mktemp("reference") / "run"
     assert run(config(corpus, "plain"), folder) == 0
     return folder
 
 
 def code_of(main: Callable[[], int]) -> Any:
-    """The exit code of a program."""
+    """Return the exit code of a program."""
     with pytest.raises(SystemExit) as left:
         cli.run_main(lambda arguments: main(), [])
     return left.value.code
@@ -83,7 +83,7 @@ def test_a_full_disk_during_a_checkpoint(
 def test_training_goes_on_where_log_files_alone_find_no_room(
     corpus: str, reference: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """There is none from before the first step until the first checkpoint, which is not to be ahead of the lines."""
+    """There is no room from before the first step until the first checkpoint, which must not be ahead of the lines."""
     full, written, flushed = contextlib.ExitStack(), TrainLog.line, Record.flush
 
     def filling(self: TrainLog, text: str) -> None:

@@ -1,4 +1,4 @@
-"""Faults put into real runs: each gets its right cause, and each action does what it says."""
+"""Test faults in real runs: each gets its right cause, and each action does what it says."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def at_fault(step: jax.Array, new: jax.Array, old: jax.Array) -> jax.Array:
 
 
 def replaced(tree: Any, path: str, change: Any) -> Any:
-    """The tree with the leaf at ``path`` (a/b/c) changed."""
+    """Return the tree with the leaf at ``path`` (a/b/c) changed."""
     head, _, rest = path.partition("/")
     return {**tree, head: replaced(tree[head], rest, change) if rest else change(tree[head])}
 
@@ -149,7 +149,7 @@ def test_halt_names_the_tensor_and_leaves_a_checkpoint_that_resumes(tmp_path, co
 
 @pytest.mark.long
 def test_a_nonfinite_step_leaves_no_trace_but_in_the_counters(tmp_path, corpus):
-    """Steps after it are those of a run whose batch 13 was left out; schedule, optimiser and parameters alike."""
+    """Later steps are those of a run whose batch 13 was left out; schedule, optimiser and parameters alike."""
     cfg = config(corpus, guard={"on_nonfinite": "skip"}, train={"steps": AT + 1})
     code, made, events = run(tmp_path / "a", cfg, Faults(gradients=nan_gradient))
     assert code == 0
@@ -206,7 +206,7 @@ def test_rewind_lands_where_it_says_and_stops_after_max_rewinds(tmp_path, corpus
 
 
 class Recording:
-    """A data iterator that remembers what it gave, and may change a batch by its number, from 1."""
+    """Wraps a data iterator: it remembers what it gave, and may change a batch by its number, from 1."""
 
     def __init__(self, data: Any, change: Callable[[int, dict[str, np.ndarray]], None] = lambda number, batch: None):
         self.data, self.change = data, change
@@ -240,7 +240,7 @@ def test_rewind_leaves_out_the_stated_batches(tmp_path, corpus):
 
 @pytest.mark.long
 def test_a_bad_batch_is_found_and_named(tmp_path, corpus):
-    """Targets that no text of the corpus has, all the same one: the loss jumps, and with it, by rule, the gradient."""
+    """All targets are one id that no text of the corpus has: the loss jumps, and by rule the gradient with it."""
 
     def spoil(number: int, batch: dict[str, np.ndarray]) -> None:
         if number == AT + 1:
@@ -258,13 +258,13 @@ def test_a_bad_batch_is_found_and_named(tmp_path, corpus):
 
 
 def exploding(step: jax.Array, params: Any) -> Any:
-    """Static HC whose feed-forward of block 0 amplifies its streams more and more."""
+    """Return parameters of static HC whose block 0 amplifies its streams at the feed-forward more and more."""
     grow = jnp.where(step >= AT - 4, 50.0 * (step - AT + 5), 1.0)
     return replaced(params, "blocks/mlp_residual/b_res", lambda leaf: leaf.at[0].multiply(grow))
 
 
 def collapsing(step: jax.Array, params: Any) -> Any:
-    """Every token gets the same embedding, in the direction that the head likes least for the corpus' letters."""
+    """Return parameters that give every token one embedding, which the head likes least for the corpus' letters."""
     late = step >= AT - 2
     least = -jnp.sum(params["head"]["kernel"][:, jnp.array(list(b"abcdefgh "))], axis=1)
 
@@ -276,7 +276,7 @@ def collapsing(step: jax.Array, params: Any) -> Any:
 
 @pytest.mark.long
 def test_a_stream_that_explodes_is_a_signal_explosion(tmp_path, corpus, monkeypatch):
-    """The probe sees the parameters as they are, so the fault is put into them: between steps, not inside one."""
+    """The probe sees the parameters as they are, so the fault is put into them between steps, not inside one."""
     cfg = config(corpus, "hc", guard={"forward_gain": 20.0, "on_nonfinite": "skip"})
     made = prepared(cfg, tmp_path)
     original = Opened.log
@@ -319,7 +319,7 @@ def test_a_representation_in_one_direction_is_a_collapse(tmp_path, corpus, monke
 @pytest.mark.long
 @pytest.mark.parametrize("action", ["log", "skip"])
 def test_events_of_a_resumed_run_equal_those_of_an_undisturbed_one(action, tmp_path, corpus, monkeypatch):
-    """The windows of ``log`` are read off the record again, those of ``skip`` come with the checkpoint."""
+    """The windows of ``log`` are read from the record again; those of ``skip`` come with the checkpoint."""
     cfg = config(corpus, guard={"on_spike": action})
     faults = Faults(gradients=tenfold_gradients)
     _, _, undisturbed = run(tmp_path / "a", cfg, faults)

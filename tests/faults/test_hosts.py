@@ -1,4 +1,4 @@
-"""Two processes of four devices each, as two hosts are: one run, equal to one process with eight; one of them lost."""
+"""Test two processes of four devices each, as two hosts: one run, equal to one process with eight; one of them lost."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ pytestmark = pytest.mark.process
 
 @pytest.fixture(scope="module")
 def fields(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Of a run of 12 steps: parameters in four shards, each process' devices a replica; checkpoints every 4."""
+    """Return fields of a run of 12 steps: parameters in four shards, a replica each process, checkpoints every 4."""
     corpus = write_corpus(tmp_path_factory.mktemp("corpus") / "texts")
     return tiny(corpus, "mhc", train={"steps": STEPS}, mesh={"data": 2, "fsdp": 4})
 
@@ -48,8 +48,12 @@ def start(
     second: dict[str, dict[str, Any]] | None = None,
     workdir: str | None = None,
 ) -> list[subprocess.Popen[str]]:
-    """The run on two processes of four devices each; `second`: fields that only the second one has.
-    `workdir`: where the run goes if not to the folder."""
+    """Start the run on two processes of four devices each.
+
+    Args:
+      second: fields that only the second process has.
+      workdir: where the run goes if not to the folder.
+    """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
@@ -80,7 +84,7 @@ def start(
 
 
 def said(folder: Path, number: int) -> str:
-    """What a process wrote to stderr, without what the runtime tells of itself."""
+    """Return what a process wrote to stderr, without the runtime's messages about itself."""
     text = (folder.parent / f"stderr{number}").read_text()
     runtime = r"\[Gloo\]|[WI]\d{4} |process \d of 2: joining"
     return "\n".join(line for line in text.splitlines() if not re.match(runtime, line))
@@ -91,14 +95,14 @@ def ends(processes: Sequence[subprocess.Popen[str]], seconds: float = START) -> 
 
 
 def written(folder: Path) -> int:
-    """The last step whose line is whole."""
+    """Return the last step whose line is whole."""
     file = folder / "metrics.jsonl"
     records = read_jsonl(file) if file.is_file() else []
     return records[-1]["step"] if records else 0
 
 
 def reach(folder: Path, step: int, processes: Sequence[subprocess.Popen[str]]) -> None:
-    """Waits until the line of a step is written."""
+    """Wait until the line of a step is written."""
     end = time.monotonic() + START
     while written(folder) < step:
         assert all(process.poll() is None for process in processes) and time.monotonic() < end
@@ -106,20 +110,20 @@ def reach(folder: Path, step: int, processes: Sequence[subprocess.Popen[str]]) -
 
 
 def longer(fields: dict[str, Any]) -> dict[str, Any]:
-    """So many steps that a signal comes in time."""
+    """Return fields of so many steps that a signal comes in time."""
     return {**fields, "train": {**fields["train"], "steps": 20_000}, "schedule": {"kind": "constant", "decay_steps": 1}}
 
 
 @pytest.fixture(scope="module")
 def two(fields: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The undisturbed run of two processes."""
+    """Return the undisturbed run of two processes."""
     folder = tmp_path_factory.mktemp("two") / "run"
     assert ends(start(fields, folder)) == [0, 0], said(folder, 0) + said(folder, 1)
     return folder
 
 
 def assert_alike(folder: Path, other: Path) -> None:
-    """The same curves and parameters up to the order in which devices add up, and the same place in the data."""
+    """Check for equal curves and parameters, up to the order of sums over devices, and the same place in the data."""
     exact = ("step", "tokens", "skipped", "nonfinite")
     mine, theirs = lines(folder, "metrics"), lines(other, "metrics")
     assert len(mine) == len(theirs) == STEPS
@@ -206,7 +210,7 @@ def test_a_signal_to_one_process_stops_both_after_the_same_step(number, to, fiel
 
 @pytest.mark.parametrize("devices", [8, 1])
 def test_a_checkpoint_of_two_processes_goes_on_in_one(devices, fields, two, tmp_path):
-    """On eight devices and on one, with the order of the data kept."""
+    """It goes on, on eight devices and on one, with the order of the data kept."""
     folder = tmp_path / "run"
     processes = start({**fields, "train": {**fields["train"], "steps": 8}}, folder)
     assert ends(processes) == [0, 0]
@@ -229,7 +233,7 @@ def test_a_checkpoint_of_one_process_goes_on_in_two(fields, two, tmp_path):
 
 
 def test_an_alarm_and_a_rewind_are_those_of_one_process(fields, tmp_path):
-    """A loss that is not finite at step 7, again after the rewind: the same events, the whole batch described."""
+    """A loss that is not finite at step 7, and again after the rewind, gives the same events of the whole batch."""
     guard = {"on_nonfinite": "rewind", "rewind_steps": 1, "skip_batches": 1, "max_rewinds": 1}
     fields = {**fields, "guard": guard}
     program = ("-m", "tests.faults.faulty_host")
@@ -246,7 +250,7 @@ def test_an_alarm_and_a_rewind_are_those_of_one_process(fields, tmp_path):
 
 
 def test_a_mistake_of_one_process_is_said_by_both(fields, tmp_path):
-    """One line each and code 2; nothing is written."""
+    """Each writes one line and exits with code 2; nothing is written to disk."""
     folder = tmp_path / "run"
     assert ends(start(fields, folder, second={"optimizer": {"lr": 0.5}})) == [2, 2]
     assert said(folder, 1) == "error: optimizer.lr: given 0.5, allowed: what process 0 has, 0.01"

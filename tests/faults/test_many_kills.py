@@ -1,4 +1,4 @@
-"""kill -9 at fifty moments of one run, and at ten of one grid: each ends with the bits of an undisturbed one."""
+"""Test kill -9 at fifty moments of one run, and at ten of one grid: each ends with the bits of an undisturbed one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs as processes on two devices: killed at random steps, stopped by SIGTERM, continued by the same command."""
+"""Test runs as processes on two devices: killed at random steps, stopped by SIGTERM, continued by the same command."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ START = 240.0  # seconds that a process may take to its first step on a busy mac
 
 @pytest.fixture(scope="module")
 def fields(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Of a run of 60 steps, checkpoints every 14."""
+    """Return fields of a run of 60 steps, checkpoints every 14."""
     corpus = write_corpus(tmp_path_factory.mktemp("corpus") / "texts")
     return tiny(
         corpus,
@@ -42,7 +42,7 @@ def fields(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def reference(fields: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The undisturbed run, in this process."""
+    """Return the undisturbed run, made in this process."""
     folder = tmp_path_factory.mktemp("reference") / "run"
     assert run(from_config_dict(fields), folder, DEVICES) == 0
     return folder
@@ -51,7 +51,7 @@ def reference(fields: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) 
 def start(
     fields: dict[str, Any], folder: Path, workdir: str | None = None, *, through: Sequence[str] = ()
 ) -> subprocess.Popen[str]:
-    """train.py on a config file of these fields.
+    """Start train.py on a config file of these fields.
 
     Args:
       workdir: where the run goes if not to the folder. through: the command that starts it.
@@ -74,21 +74,21 @@ def start(
 
 
 def written(folder: Path) -> int:
-    """The last step whose line is whole."""
+    """Return the last step whose line is whole."""
     file = folder / "metrics.jsonl"
     records = read_jsonl(file) if file.is_file() else []
     return records[-1]["step"] if records else 0
 
 
 def wait_for(process: subprocess.Popen[str], folder: Path, step: int) -> None:
-    """Until the line of `step` is written, or the process ends."""
+    """Wait until the line of `step` is written, or the process ends."""
     end = time.monotonic() + START
     while written(folder) < step and process.poll() is None and time.monotonic() < end:
         time.sleep(0.002)
 
 
 def strike(process: subprocess.Popen[str], folder: Path, step: int, number: signal.Signals) -> tuple[int, str]:
-    """Send the signal once the line of `step` is written; returns the exit code and what stood on stderr."""
+    """Send the signal once the line of `step` is written; return the exit code and stderr."""
     wait_for(process, folder, step)
     process.send_signal(number)
     _, said = process.communicate(timeout=START)
@@ -97,7 +97,7 @@ def strike(process: subprocess.Popen[str], folder: Path, step: int, number: sign
 
 @pytest.mark.process
 def test_a_run_killed_and_then_stopped_equals_the_undisturbed_one(fields, reference, tmp_path):
-    """SIGKILL leaves what it leaves; SIGTERM saves and exits with 0."""
+    """SIGKILL leaves the run as it is; SIGTERM saves and exits with 0."""
     folder = tmp_path / "run"
     code, _ = strike(start(fields, folder), folder, 3, signal.SIGKILL)
     assert code == -signal.SIGKILL and written(folder) < STEPS
@@ -113,7 +113,7 @@ def test_a_run_killed_and_then_stopped_equals_the_undisturbed_one(fields, refere
 
 @pytest.mark.process
 def test_a_run_killed_three_times_equals_the_undisturbed_one(fields, reference, tmp_path):
-    """kill -9 at a random step of the first, second and third part; in the end no step is twice and none is missing."""
+    """kill -9 comes at a random step of the first, second and third part; in the end no step is twice or missing."""
     folder, steps = tmp_path / "run", random.Random(time.time_ns())
     for third in range(3):
         at = steps.randint(third * 18 + 2, third * 18 + 16)
@@ -130,7 +130,7 @@ def test_a_run_killed_three_times_equals_the_undisturbed_one(fields, reference, 
 @pytest.mark.process
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_run_in_the_background_ignores_interrupts_and_saves_on_sigterm(fields, reference, tmp_path, workers):
-    """As ``nohup … &`` in a script starts it; every process gets the signals."""
+    """A script starts it so by ``nohup … &``; every process gets the signals."""
     folder = tmp_path / "run"
     fields = {**fields, "data": {**fields["data"], "workers": workers}}
     process = start(fields, folder, through=BACKGROUND)
@@ -150,7 +150,7 @@ def test_a_run_in_the_background_ignores_interrupts_and_saves_on_sigterm(fields,
 
 @pytest.mark.process
 def test_worker_processes_leave_signals_to_the_run_and_end_with_it(fields, reference, tmp_path):
-    """As a terminal or a scheduler does, every process gets the signal; then the run alone is killed."""
+    """As from a terminal or a scheduler, every process gets the signal; then the run alone is killed."""
     folder = tmp_path / "run"
     fields = {**fields, "data": {**fields["data"], "workers": 2}}
     process = start(fields, folder)

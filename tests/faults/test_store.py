@@ -1,4 +1,4 @@
-"""Runs in an object store as processes: killed, and as two hosts that share one run."""
+"""Test runs in an object store as processes: killed, and as two hosts that share one run."""
 
 from __future__ import annotations
 
@@ -43,21 +43,21 @@ def store() -> Iterator[ObjectStore]:
 
 @pytest.fixture(scope="module")
 def fields(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Of a run of 12 steps, parameters in four shards, checkpoints every 4."""
+    """Return fields of a run of 12 steps, parameters in four shards, checkpoints every 4."""
     corpus = write_corpus(tmp_path_factory.mktemp("corpus") / "texts")
     return tiny(corpus, "plain", train={"steps": STEPS}, mesh={"data": 2, "fsdp": 4})
 
 
 @pytest.fixture(scope="module")
 def reference(fields: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The local run of two processes."""
+    """Return the local run of two processes."""
     folder = tmp_path_factory.mktemp("reference") / "run"
     assert hosts.ends(hosts.start(fields, folder)) == [0, 0], hosts.said(folder, 0)
     return folder
 
 
 def reach(store: ObjectStore, name: str, started: Sequence[subprocess.Popen[str]]) -> None:
-    """Waits until an object is there."""
+    """Wait until an object is there."""
     end = time.monotonic() + hosts.START
     while not store.names("bucket", name):
         assert all(process.poll() is None for process in started) and time.monotonic() < end
@@ -65,7 +65,7 @@ def reach(store: ObjectStore, name: str, started: Sequence[subprocess.Popen[str]
 
 
 def test_two_processes_share_a_run_and_one_is_killed(store, fields, reference, tmp_path):
-    """What both leave is no obstacle to the two that follow: on this machine it is known that they are dead."""
+    """What both leave is no obstacle to the two that follow, since on this machine they are known to be dead."""
     place, folder = "gs://bucket/two", tmp_path / "two"
     many = {**fields, "train": {**fields["train"], "steps": 20_000}}
     many["schedule"] = {"kind": "constant", "decay_steps": 1}

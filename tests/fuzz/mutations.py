@@ -1,4 +1,4 @@
-"""Strategies that damage good inputs: bytes that are cut, flipped or doubled, JSON with values that do not belong."""
+"""Damage good inputs by strategies: bytes that are cut, flipped or doubled, JSON with values that do not belong."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ten thousand damaged inputs: each is read, or refused by a UserError; any other exception is a traceback for a user.
+"""Test ten thousand damaged inputs: each is read, or refused by a UserError; a user would see any other as a traceback.
 
 A hundredth of them, always the same, runs with the fast suite; all of them, others each time, with `make test-full`.
 """
@@ -139,7 +139,7 @@ def test_overrides_on_the_command_line(share: float, record_property: Callable[[
 
 @shares
 def test_values_in_a_config_file(share: float, record_property: Callable[[str, object], None]) -> None:
-    """Values of Python, of any type, in any field or group."""
+    """Fields and groups get Python values of any type."""
 
     def read(tree: Any) -> None:
         made = from_config_dict(tree)
@@ -172,7 +172,7 @@ def read_corpus(made: configs.Config, tokenizer: tokenizers.Tokenizer) -> None:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Callable[[], Path]:
-    """A function that empties a folder and returns it."""
+    """Return a function that empties a folder and returns it."""
 
     def empty() -> Path:
         place = tmp_path / "inputs"
@@ -269,7 +269,7 @@ def tokenizer_file(draw: st.DrawFn) -> tuple[bytes, bytes | None]:
 def test_tokenizer_json(
     share: float, folder: Callable[[], Path], record_property: Callable[[str, object], None]
 ) -> None:
-    """It is loaded, encodes and decodes, or a line says why not."""
+    """The file is loaded, encodes and decodes, or a line says why not."""
 
     def read(given: tuple[bytes, bytes | None]) -> None:
         content, beside = given
@@ -347,7 +347,7 @@ def test_run_folders(
     record_property: Callable[[str, object], None],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Programs that look at a run: a comparison but for its figures, run.json as an origin, a checkpoint's config."""
+    """Programs look at a run: a comparison without figures, run.json as an origin, a checkpoint's config."""
     comparison = importlib.import_module("mhc.eval.compare.write")
     monkeypatch.setattr(comparison, "draw", lambda *arguments: [])
 
@@ -400,7 +400,7 @@ HF_CONFIG = {
 def test_hugging_face_folders(
     share: float, folder: Callable[[], Path], record_property: Callable[[str, object], None]
 ) -> None:
-    """config.json and the index of the shards, up to the config of ours that they mean."""
+    """config.json and the shards' index are read, up to the config of ours that they mean."""
 
     def read(given: tuple[Any, Any]) -> None:
         described, index = given

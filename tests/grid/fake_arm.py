@@ -1,4 +1,4 @@
-"""An arm that trains nothing: ``fake_arm.py WORKDIR ARM`` leaves a run's files, as the arm's name or a file asks.
+"""Run an arm that trains nothing: ``fake_arm.py WORKDIR ARM`` leaves a run's files, as its name or a file asks.
 
 Behaviours, by what stands in ``WORKDIR/behaviour.json`` for the arm: ``finish`` (the default), ``fail``, ``full`` (of
 the disk), ``halt`` and ``hang`` (until WORKDIR/go exists; SIGTERM ends it as a stopped run). Every start appends a line

@@ -1,4 +1,4 @@
-"""A runner of fake arms in a process of its own: ``fake_runner.py WORKDIR JOBS ARM ...``."""
+"""Run a runner of fake arms in a process of its own: ``fake_runner.py WORKDIR JOBS ARM ...``."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ FAKE = Path(__file__).with_name("fake_arm.py")
 
 
 def command(workdir: Path, arm: str) -> list[str]:
-    """The process of an arm."""
+    """Return the command of an arm."""
     return [sys.executable, "-S", str(FAKE), str(workdir), arm]
 
 
 def say(line: str) -> None:
-    """To stdout, at once."""
+    """Print a line to stdout at once."""
     sys.stdout.write(line + "\n")
     sys.stdout.flush()
 

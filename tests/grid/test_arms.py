@@ -1,4 +1,4 @@
-"""Arms as data: the algebra of product, zip and chain, and names that no other arm can change."""
+"""Test arms as data: the algebra of product, zip and chain, and names that no other arm can change."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ sizes = st.lists(st.integers(1, 4), min_size=1, max_size=len(FIELDS))
 
 
 def axes(counts: list[int]) -> list[Arms]:
-    """An axis of each field, so many values each."""
+    """Return an axis for each field, with so many values each."""
     return [axis(field, *range(count)) for field, count in zip(FIELDS, counts, strict=False)]
 
 
@@ -122,7 +122,7 @@ def test_different_arms_have_different_names(one: dict, other: dict) -> None:
     ],
 )
 def test_names_stay_what_they_are(fields: dict, name: str) -> None:
-    """Folders of existing grids are found by them: a change here orphans every arm that has run."""
+    """Folders of existing grids are found by these names: a change here orphans every arm that has run."""
     assert name_of(fields) == name
 
 

@@ -1,4 +1,4 @@
-"""Which accelerator or cores an arm gets."""
+"""Test which accelerator or cores an arm gets."""
 
 from __future__ import annotations
 

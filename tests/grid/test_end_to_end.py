@@ -1,4 +1,4 @@
-"""Grids that train: small models on a small text, through the commands that a user types."""
+"""Test grids that train: small models on a small text, through the commands that a user types."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ CLOCKS = (*CLOCK, "time")
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a grid file of two arms of 2 blocks and width 16, on a text of its own."""
+    """Return a folder with a grid file of two arms of 2 blocks and width 16, on a text of its own."""
     folder = tmp_path_factory.mktemp("grid")
     words = [f"word{number * number % 97} goes where word{number % 13} went.\n" for number in range(4000)]
     for part in range(4):
@@ -58,24 +58,24 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def calm(files: Path) -> Path:
-    """The folder of the grid of two arms, run without disturbance."""
+    """Return the folder of the grid of two arms, run without disturbance."""
     assert start("run", str(files / "two.py"), "--workdir", str(files / "calm")).wait(timeout=600) == 0
     return files / "calm"
 
 
 def start(*arguments: str) -> subprocess.Popen[bytes]:
-    """``python -m mhc.grid`` in a process of its own."""
+    """Start ``python -m mhc.grid`` in a process of its own."""
     return subprocess.Popen([sys.executable, "-m", "mhc.grid", *arguments], cwd=ROOT, stdout=subprocess.DEVNULL)
 
 
 def numbers(folder: Path, name: str) -> list[dict[str, Any]]:
-    """The records of a run, without clocks."""
+    """Return the records of a run, without clocks."""
     records = read_jsonl(folder / f"{name}.jsonl")
     return [{key: value for key, value in record.items() if key not in CLOCKS} for record in records]
 
 
 def record(folder: Path) -> dict[str, Any]:
-    """arm.json."""
+    """Return the content of arm.json."""
     return json.loads((folder / "arm.json").read_text())
 
 
@@ -97,7 +97,7 @@ def test_an_arm_trains_and_is_collected(files: Path, tmp_path: Path) -> None:
 def test_a_grid_killed_in_the_middle_ends_as_an_undisturbed_one(
     orphan: str, files: Path, calm: Path, tmp_path: Path
 ) -> None:
-    """kill -9 of the runner while the first arm trains, then the same command again: every arm finishes once."""
+    """After kill -9 of the runner while the first arm trains, the same command finishes every arm once."""
     killed = tmp_path / "killed"
     command = ("run", str(files / "two.py"), "--workdir", str(killed))
     runner = start(*command)

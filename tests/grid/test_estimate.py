@@ -1,4 +1,4 @@
-"""What a dry run says of an arm is what the arm then is."""
+"""Test that a dry run's figures for an arm are those that the arm then has."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def get_config():
 
 @pytest.fixture(scope="module")
 def planned(tmp_path_factory: pytest.TempPathFactory) -> plan.Plan:
-    """A small grid."""
+    """Return the plan of a small grid."""
     folder = tmp_path_factory.mktemp("grid")
     (folder / "base.py").write_text(BASE)
     (folder / "g.py").write_text(GRID)
@@ -60,7 +60,7 @@ def test_costs_are_those_of_the_run(planned: plan.Plan) -> None:
 
 @pytest.mark.parametrize("kind", ["plain", "hc", "mhc"])
 def test_arms_that_are_counted_together_have_one_size(kind: str) -> None:
-    """Every field that the count takes for shapeless, changed at once."""
+    """They stay so when every field that the count takes for shapeless is changed at once."""
     config = small(kind)
     other = with_fields(
         config,

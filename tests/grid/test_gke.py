@@ -1,4 +1,4 @@
-"""JobSet manifests: valid YAML, names that Kubernetes takes, and a command that trains exactly the arm."""
+"""Test JobSet manifests: valid YAML, names that Kubernetes takes, and a command that trains exactly the arm."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ GPU = Pod("registry/image:1", "runs", "nvidia-h100-80gb", chips=8)
 
 @functools.cache
 def load(grid: str, *overrides: str) -> Plan:
-    """The plan of a ready grid."""
+    """Return the plan of a ready grid."""
     return plan.load(str(GRIDS / grid), overrides)
 
 
 def manifests(planned: Plan, pod: Pod) -> dict[str, Any]:
-    """The parsed manifest of each arm."""
+    """Return the parsed manifest of each arm."""
     return {arm: yaml.safe_load(text) for arm, text in gke.documents(planned, planned.arms, pod).items()}
 
 
 @pytest.mark.parametrize("grid", ["controls.py:cluster", "topologies.py:cluster", "wsd.py:cluster"])
 def test_the_command_of_a_manifest_trains_the_arm(grid: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As train.py reads it in the project's root, with the overrides of the grid's command line."""
+    """train.py reads the command in the project's root, with the overrides of the grid's command line."""
     planned = load(grid, "--config.optimizer.clip_norm=None", "--config.data.source=text:/data/*.txt")
     monkeypatch.chdir(ROOT)
     for arm, manifest in manifests(planned, TPU).items():
@@ -52,7 +52,7 @@ def test_the_command_of_a_manifest_trains_the_arm(grid: str, monkeypatch: pytest
 
 
 def pod_of(manifest: dict[str, Any]) -> dict[str, Any]:
-    """The pod of the one job."""
+    """Return the pod of a manifest's one job."""
     (job,) = manifest["spec"]["replicatedJobs"]
     return job["template"]["spec"]["template"]["spec"]
 

@@ -1,4 +1,4 @@
-"""Running a grid on one machine, with arms that train nothing: each runs once, whatever happens around it."""
+"""Test running a grid on one machine, with arms that train nothing: each runs once, whatever happens around it."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ STEPS = 10
 
 
 def command(workdir: Path, arm: str) -> list[str]:
-    """The process of a fake arm."""
+    """Return the command of a fake arm."""
     return [sys.executable, "-S", str(FAKE), str(workdir), arm]
 
 
 def run(
     workdir: Path, *arms: str, slots: list[Slot] | None = None, retry: tuple[str, ...] = ()
 ) -> tuple[int, list[str]]:
-    """(exit code, lines) of a runner in this process."""
+    """Return (exit code, lines) of a runner in this process."""
     lines: list[str] = []
     steps = dict.fromkeys(arms, STEPS)
     runner = Runner(workdir, steps, slots or [Slot()], retry=retry, command=command, say=lines.append)
@@ -52,23 +52,23 @@ def behave(workdir: Path, **arms: str) -> None:
 
 
 def starts(workdir: Path) -> list[dict[str, Any]]:
-    """What each start of an arm saw, in order."""
+    """Return what each start of an arm saw, in order."""
     file = workdir / "starts"
     return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
 
 
 def names(workdir: Path) -> list[str]:
-    """The arms in the order of their starts."""
+    """Return the arms in the order of their starts."""
     return [start["arm"] for start in starts(workdir)]
 
 
 def states(workdir: Path, *arms: str) -> list[str]:
-    """Their states."""
+    """Return the states of the arms."""
     return [folders.state(workdir / arm, STEPS) for arm in arms]
 
 
 def wait_until(what: Callable[[], Any]) -> None:
-    """Until something holds; a minute is for the slowest of machines."""
+    """Wait until something holds; a minute is for the slowest of machines."""
     limit = time.monotonic() + 60
     while not what():
         assert time.monotonic() < limit
@@ -109,7 +109,7 @@ def test_a_runner_without_room_for_its_own_files_ends_in_a_line(tmp_path: Path) 
 
 @pytest.fixture
 def runner(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
-    """Starts runners in processes of their own; ends them, and lets hanging arms go."""
+    """Start runners in processes of their own; end them, and let hanging arms go."""
     processes = []
 
     def start(jobs: int, *arms: str, through: Sequence[str] = ()) -> subprocess.Popen[str]:
@@ -154,7 +154,7 @@ def test_a_failed_arm_is_recorded_and_stops_nothing(tmp_path: Path) -> None:
 
 
 def branching(workdir: Path, *arms: str, **sources: str) -> tuple[int, list[str]]:
-    """A run in two slots, of which some arms start when another one has finished."""
+    """Run arms in two slots, some of which start when another one has finished."""
     lines: list[str] = []
     runner = Runner(
         workdir,
@@ -168,7 +168,7 @@ def branching(workdir: Path, *arms: str, **sources: str) -> tuple[int, list[str]
 
 
 def test_a_branch_starts_when_its_trunk_has_finished(tmp_path: Path) -> None:
-    """Whatever the order in which they are listed; a free slot takes what does not wait."""
+    """It does so in whatever order they are listed; a free slot takes an arm that need not wait."""
     code, lines = branching(tmp_path, "c", "b", "a", "d", b="a", c="b")
     assert code == 0
     order = names(tmp_path)
@@ -310,7 +310,7 @@ def test_an_arm_that_died_with_its_runner_is_continued(
 
 
 def test_an_orphan_keeps_its_accelerator(tmp_path: Path, runner: Callable[..., subprocess.Popen[str]]) -> None:
-    """An arm of a killed runner still fills the memory of its device: nothing else starts there until it ends."""
+    """The arm of a killed runner still fills the memory of its device: nothing else starts there until it ends."""
     behave(tmp_path, a="hang")
     first = runner(1, "a")
     wait_until(lambda: starts(tmp_path))
@@ -351,7 +351,7 @@ def test_a_stopped_runner_lets_its_arms_save(
 def test_a_runner_in_the_background_ignores_interrupts_and_passes_sigterm_on(
     tmp_path: Path, runner: Callable[..., subprocess.Popen[str]]
 ) -> None:
-    """As ``nohup … &`` in a script starts it."""
+    """A script starts it so by ``nohup … &``."""
     behave(tmp_path, a="hang", b="hang")
     first = runner(2, "a", "b", "c", through=BACKGROUND)
     wait_until(lambda: len(starts(tmp_path)) == 2)
@@ -393,7 +393,7 @@ def test_a_folder_in_which_a_run_trains_by_itself_is_left_alone(tmp_path: Path) 
 
 @pytest.fixture
 def grid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """A grid file of three fake arms: x fails."""
+    """Return a grid file of three fake arms, of which x fails."""
     (tmp_path / "base.py").write_text(
         "from ml_collections import ConfigDict\ndef get_config():\n"
         "    return ConfigDict({'train': {'steps': 10}, 'residual': {'kind': 'plain'}})\n"

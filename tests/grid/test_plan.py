@@ -1,4 +1,4 @@
-"""A grid file as its user mistypes it, and the plan in a folder: what may be added, what is refused."""
+"""Test a grid file as its user mistypes it, and the plan in a folder: what may be added, what is refused."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Write = Callable[..., str]
 
 @pytest.fixture
 def write(tmp_path: Path) -> Write:
-    """Writes a grid file with these arms, beside its base; gives its path."""
+    """Return a function that writes a grid file with these arms, beside its base, and returns its path."""
     (tmp_path / "base.py").write_text(BASE)
 
     def grid(arms: str, name: str = "grid", base: str = "base.py") -> str:
@@ -39,7 +39,7 @@ def write(tmp_path: Path) -> Write:
 
 
 def load(path: str, *overrides: str) -> plan.Plan:
-    """The plan of a file."""
+    """Return the plan of a file."""
     return plan.load(path, overrides)
 
 
@@ -156,7 +156,7 @@ def test_a_grid_file_that_does_not_load_is_told(write: Write, tmp_path: Path, te
 
 
 def begin(workdir: Path, arm: str) -> None:
-    """As if the arm had started."""
+    """Leave an arm's folder as if the arm had started."""
     (workdir / arm).mkdir()
     (workdir / arm / "config.json").write_text("{}")
 
@@ -189,7 +189,7 @@ def test_a_base_that_changed_under_a_begun_arm_is_refused_by_name(write: Write, 
 
 
 def test_a_grid_of_an_older_version_keeps_its_validation_rows(write: Write, tmp_path: Path) -> None:
-    """Arms that are still to run are validated on what those were that have run."""
+    """Arms that are still to run are validated on the same rows as those that have run."""
     workdir, grid = tmp_path / "w", write("axis('optimizer.lr', 0.1, 0.2)")
     plan.store(load(grid), workdir)
     begin(workdir, "lr=0.1")

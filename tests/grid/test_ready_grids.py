@@ -1,4 +1,4 @@
-"""The grids of configs/grids: valid in both sizes, paired by seed, each with the arms that it is there for."""
+"""Test the grids of configs/grids: valid in both sizes, paired by seed, each with the arms that it is there for."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ GRIDS = sorted(file.stem for file in FOLDER.glob("*.py") if file.stem not in ("_
 
 @functools.cache
 def load(grid: str, size: str = "laptop") -> Plan:
-    """The plan of a ready grid."""
+    """Return the plan of a ready grid."""
     return plan.load(f"{FOLDER / grid}.py:{size}", ())
 
 
 def values(planned: Plan, field: str) -> set[object]:
-    """What a field is in the arms."""
+    """Return the values of a field in the arms."""
     group, _, leaf = field.partition(".")
     return {getattr(getattr(planned.config(arm), group), leaf) for arm in planned.arms}
 
@@ -61,7 +61,7 @@ def test_without_a_size_it_is_the_laptop(grid: str) -> None:
 
 @pytest.mark.parametrize("grid", GRIDS)
 def test_a_laptop_grid_is_small(grid: str) -> None:
-    """30 minutes on two cores: see docs/grids.md for what an arm takes. Wind tunnels take a third of the usual arm."""
+    """It takes 30 minutes on two cores (docs/grids.md: what an arm takes); wind tunnels take a third of that an arm."""
     assert len(load(grid).arms) <= (60 if grid == "windtunnel" else 21)
 
 
@@ -81,7 +81,7 @@ def test_each_varies_what_it_is_there_for(size: str) -> None:
 
 @pytest.mark.parametrize("size", ["laptop", "cluster"])
 def test_decays_start_from_one_stable_run_and_end_at_zero(size: str) -> None:
-    """A fifth of the steps up to the end of each decays."""
+    """A decay takes the last fifth of the steps up to its end."""
     planned = load("wsd", size)
     for arm in planned.arms:
         config = planned.config(arm)

@@ -1,4 +1,4 @@
-"""Slurm jobs, against a stand-in for submitit, and against submitit itself where it is installed."""
+"""Test Slurm jobs, against a stand-in for submitit, and against submitit itself if it is installed."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ STEPS = 10
 
 
 def command(workdir: Path, arm: str) -> list[str]:
-    """The process of a fake arm."""
+    """Return the command of a fake arm."""
     return [sys.executable, "-S", str(FAKE), str(workdir), arm]
 
 
@@ -47,7 +47,7 @@ class Executor:
 
 
 class Delayed:
-    """What a requeued job runs next."""
+    """Describes the job that a requeued job runs next."""
 
     def __init__(self, function: ArmJob):
         self.function = function
@@ -55,7 +55,7 @@ class Delayed:
 
 @pytest.fixture
 def executors(monkeypatch: pytest.MonkeyPatch) -> list[Executor]:
-    """Puts the stand-in in place; the executors that were made."""
+    """Put the stand-in in place; return the executors that were made."""
     Executor.made = []
     helpers = types.SimpleNamespace(DelayedSubmission=Delayed)
     monkeypatch.setitem(sys.modules, "submitit", types.SimpleNamespace(AutoExecutor=Executor, helpers=helpers))
@@ -71,12 +71,12 @@ def submit(workdir: Path, *arms: str, queued: tuple[str, ...] = (), **options: A
 
 
 def run_jobs(executor: Executor) -> list[str]:
-    """Run what was submitted."""
+    """Run the jobs that were submitted."""
     return [pickle.loads(job)() for _, job in executor.jobs]
 
 
 def starts(workdir: Path) -> list[dict[str, Any]]:
-    """What each start of an arm saw."""
+    """Return what each start of an arm saw."""
     file = workdir / "starts"
     return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
 
@@ -115,7 +115,7 @@ def test_an_arm_that_runs_is_not_submitted_and_its_second_job_ends(tmp_path: Pat
 
 @pytest.mark.usefixtures("executors")
 def test_before_its_time_limit_an_arm_saves_and_is_queued_again(tmp_path: Path) -> None:
-    """As submitit does it: the handler of its signal asks for what to run next, while the job waits for its arm."""
+    """As in submitit, the handler of its signal asks for what to run next, while the job waits for its arm."""
     (tmp_path / "behaviour.json").write_text('{"a": "hang"}')
     job = ArmJob(tmp_path, "a", STEPS, command)
     given: list[Any] = []

@@ -1,4 +1,4 @@
-"""Random models of the seven families, as small as their configs allow."""
+"""Make random models of the seven families, as small as their configs allow."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ Weights = dict[str, np.ndarray]
 
 @functools.cache
 def golden(name: str) -> tuple[dict[str, Any], Weights, Any, np.ndarray]:
-    """(config.json, weights float64, tokens, logits) of an in-memory model."""
+    """Return (config.json, weights float64, tokens, logits) of an in-memory model."""
     with np.load(GOLDEN / f"hf_{name}.npz") as file:
         weights = {key[2:]: file[key] for key in file.files if key.startswith("w/")}
         return json.loads(str(file["config"])), weights, file["tokens"], file["logits"]
 
 
 def random_config(family: str, seed: int) -> dict[str, Any]:
-    """A config.json with sizes and options drawn at random."""
+    """Return a config.json with sizes and options drawn at random."""
     rng = np.random.default_rng([seed, *family.encode()])
 
     def one(*choices: Any) -> Any:
@@ -111,7 +111,7 @@ def random_config(family: str, seed: int) -> dict[str, Any]:
 
 
 def random_layout(raw: dict[str, Any], seed: int) -> Layout:
-    """A naming in which such a model may come."""
+    """Return a naming in which such a model may come."""
     bare, fused, head = np.random.default_rng(seed).integers(2, size=3).astype(bool)
     experts = raw["model_type"] in ("mixtral", "deepseek_v3")
     return Layout(
@@ -124,7 +124,7 @@ def random_layout(raw: dict[str, Any], seed: int) -> Layout:
 
 
 def random_weights(raw: dict[str, Any], layout: Layout, seed: int) -> Weights:
-    """Weights of a model, float32; norms around one."""
+    """Return weights of a model, float32; norms are around one."""
     rng = np.random.default_rng(seed)
     plan = tensors.plan(hf.merged(raw, {"residual": {"kind": "plain"}}), layout)
     weights = {
@@ -137,7 +137,7 @@ def random_weights(raw: dict[str, Any], layout: Layout, seed: int) -> Weights:
 
 
 def write_folder(folder: Path, raw: dict[str, Any], weights: Weights, shards: int = 1) -> Path:
-    """A folder as Hugging Face has it."""
+    """Write a folder as Hugging Face has it."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(raw))
     names = sorted(weights)

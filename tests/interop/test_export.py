@@ -1,4 +1,4 @@
-"""export: a folder that others read, and the one file that runs what only we can name."""
+"""Test export: a folder that others read, and the one file that runs what only we can name."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ TOKENS = np.random.default_rng(0).integers(0, 32, (2, 16))
 
 
 def exported(config: Config, params: Params, folder: Path, shard: int = export.SHARD) -> Path:
-    """What of an export the loader reads."""
+    """Write what the loader reads of an export, and return the folder."""
     places, leaf = export.our_names(config), hf.leaf_reader(params)
 
     def tensor(name: str) -> np.ndarray:
@@ -74,6 +74,18 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "kromhc": ("kromhc", {}),
     "kromhc of one stream": ("kromhc", {"residual": {"n": 1}}),
     "identity": ("identity", {"residual": {"n": 3}}),
+    "go_mhc": ("go_mhc", {"residual": {"n": 3}}),
+    "go_mhc of one stream": ("go_mhc", {"residual": {"n": 1}}),
+    "tbp_mhc": ("tbp_mhc", {}),
+    "tbp_mhc without minorize": ("tbp_mhc", {"residual": {"n": 3, "minorize": False}}),
+    "shc": ("shc", {}),
+    "shc of two streams": ("shc", {"residual": {"n": 2}}),
+    "iso": ("iso", {}),
+    "iso of one stream": ("iso", {"residual": {"n": 1}}),
+    "ortho": ("ortho", {"residual": {"n": 3}}),
+    "circulant": ("circulant", {}),
+    "single pass": ("mhc", {"residual": {"single_pass": True, "sinkhorn": "deepseek"}}),
+    "single pass of shc": ("shc", {"residual": {"single_pass": True}}),
     "frac": ("frac", {"residual": {"n": 4}}),
     "frac static": ("frac", {"residual": {"dynamic": False}}),
     "gated_residual": ("gated_residual", {"residual": {"n": 3, "rank": 5}}),
@@ -131,6 +143,12 @@ FEW = (
     "mhc",
     "hc",
     "kromhc",
+    "go_mhc",
+    "tbp_mhc",
+    "iso",
+    "ortho",
+    "circulant",
+    "single pass of shc",
     "frac",
     "gated_residual",
     "attn_res",
@@ -160,12 +178,12 @@ def test_every_residual_of_this_project_is_known() -> None:
 
 
 def unlike(x):
-    """A helper of this module, which model.py does not have."""
+    """Return a value; model.py does not have this helper of the test."""
     return x
 
 
 def sigmoid(x):
-    """Another function than that of model.py."""
+    """Return something else than the sigmoid of model.py does."""
     return 0.25 + 0.0 * x
 
 
@@ -246,7 +264,7 @@ METRICS = (
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An mHC run with a log of two steps, its weights anywhere."""
+    """Return an mHC run with a log of two steps and random weights."""
     config = small("mhc", residual={"iters": 3}, model={"vocab_size": 258})
     folder = untrained(config, random_params(config), tmp_path_factory.mktemp("export") / "run")
     (folder / "checkpoints" / "0").rename(folder / "checkpoints" / "2")
@@ -308,7 +326,7 @@ def byte_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> JsonTokenizer:
 
 @pytest.mark.parametrize("kind", ["bytes", "llama2", "bpe_no_unk", "beside"])
 def test_the_special_tokens_are_named_beside_the_tokeniser(tmp_path: Path, kind: str) -> None:
-    """For other tools, and for this one: the exported folder's tokeniser has the ids of the run's."""
+    """Other tools find them, and so does this project: the exported folder's tokeniser has the ids of the run's."""
     spec = "bytes"
     if kind != "bytes":
         file = "llama2" if kind == "beside" else kind
@@ -348,7 +366,7 @@ def test_a_plain_run_is_written_in_the_names_of_its_family(tmp_path: Path) -> No
 
 @pytest.mark.long
 def test_what_was_imported_is_exported_as_it_was_published(tmp_path: Path) -> None:
-    """Through a run: the tensors of the folder, bit for bit."""
+    """The tensors of the folder come back through a run bit for bit."""
     from mhc.interop.import_hf import import_hf
 
     source = HfFolder(GOLDEN / "hf_published" / "qwen3_qknorm")

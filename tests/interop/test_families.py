@@ -1,4 +1,4 @@
-"""Random models of every family: there and back, in every layout, and what is refused."""
+"""Test random models of every family: there and back, in every layout, and what is refused."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def test_read_into_the_shards_of_a_mesh(name: str, mesh: dict[str, int]) -> None
 
 
 def simple(family: str) -> dict[str, Any]:
-    """A config without scalings and windows."""
+    """Return a config without scalings and windows."""
     raw = random_config(family, 0)
     for name in ("rope_parameters", "rope_scaling", "sliding_window", "use_sliding_window", "layer_types"):
         raw.pop(name, None)

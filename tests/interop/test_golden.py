@@ -1,4 +1,4 @@
-"""Public models: their logits, and their tensors back bit for bit."""
+"""Test public models: their logits, and their tensors back bit for bit."""
 
 from __future__ import annotations
 
@@ -55,6 +55,12 @@ RESIDUALS: list[dict[str, Any]] = [
     {"kind": "mhc_lite", "n": 3},
     {"kind": "kromhc"},
     {"kind": "identity"},
+    {"kind": "go_mhc"},
+    {"kind": "tbp_mhc"},
+    {"kind": "shc"},
+    {"kind": "iso"},
+    {"kind": "ortho"},
+    {"kind": "circulant"},
     {"kind": "hc", "dynamic": False, "n": 2},
     {"kind": "frac", "n": 4},
     {"kind": "attn_res", "block": 2},

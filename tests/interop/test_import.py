@@ -1,4 +1,4 @@
-"""import_hf: a folder becomes a run, or one line says why not and nothing is written."""
+"""Test import_hf: a folder becomes a run, or one line says why not and nothing is written."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def tiny_llama(folder: Path, vocab: int = 258, shards: int = 1) -> Path:
-    """A folder with a model as large as the byte tokeniser wants, and its tokenizer.json."""
+    """Return a folder with a model as large as the byte tokeniser wants, and its tokenizer.json."""
     raw = random_config("llama", 1) | {"vocab_size": vocab, "rope_parameters": None, "rope_scaling": None}
     write_folder(folder, raw, random_weights(raw, Layout("llama", head=not raw["tie_word_embeddings"]), 0), shards)
     export.write_tokenizer(folder / "tokenizer.json", "bytes")
@@ -43,7 +43,7 @@ def tiny_llama(folder: Path, vocab: int = 258, shards: int = 1) -> Path:
 
 @pytest.fixture
 def program(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str]]:
-    """(exit code, stderr) of the program, run in this process."""
+    """Return (exit code, stderr) of the program, run in this process."""
 
     def run(*arguments: object) -> tuple[int, str]:
         with pytest.raises(SystemExit) as left:
@@ -112,7 +112,7 @@ def test_a_workdir_that_holds_something_is_left_alone(program: Program, tmp_path
 
 
 def test_begin_and_end_are_the_models(tmp_path: Path) -> None:
-    """By the ids in its config.json, whatever the tokens are called; the run's own tokeniser has them."""
+    """The ids in config.json decide, whatever the tokens are called; the run's own tokeniser has them."""
     folder = tiny_llama(tmp_path / "hf")
     described = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(described | {"bos_token_id": 7, "eos_token_id": [9, 11]}))
@@ -122,7 +122,7 @@ def test_begin_and_end_are_the_models(tmp_path: Path) -> None:
 
 
 def test_every_end_of_a_text_is_kept_and_written_back(tmp_path: Path) -> None:
-    """Of config.json, generation_config.json and tokenizer_config.json; an id that no token has is left out."""
+    """They come from config.json, generation_config.json and tokenizer_config.json; an id without token is left out."""
     folder = tiny_llama(tmp_path / "hf")
     described = json.loads((folder / "config.json").read_text())
     for number, (config, generation, named, ends) in enumerate(
@@ -183,7 +183,7 @@ def test_mistakes_that_only_writing_shows_are_one_line(program: Program, tmp_pat
 
 
 def test_a_full_disk_leaves_nothing_behind(tmp_path: Path) -> None:
-    """Where a run is imported to, and where it is exported to."""
+    """The disk is full where a run is imported to, and where it is exported to."""
     folder = tiny_llama(tmp_path / "hf")
     with small_disk(1000), pytest.raises(DiskFull, match=r"/runs/x: cannot be written: File too large; .* free in"):
         import_hf.import_hf(folder, tmp_path / "runs" / "x")
@@ -322,7 +322,7 @@ def test_a_weight_of_another_dtype_is_named_and_so_is_a_tensor_too_many(tmp_path
 
 
 def test_the_index_says_which_shard_has_a_tensor(tmp_path: Path) -> None:
-    """Shards that are used by several models hold tensors that the index gives to other files."""
+    """Shards that several models share hold tensors that the index gives to other files."""
     folder, plain = tiny_llama(tmp_path / "hf", shards=3), tiny_llama(tmp_path / "plain")
     shards = [SafetensorsFile(file) for file in sorted(folder.glob("*.safetensors"))]
     for shard, other in zip(shards, [*shards[1:], shards[0]], strict=True):

@@ -1,4 +1,4 @@
-"""An option that is absent and one that is null: two things, in every option of every family."""
+"""Test that an option that is absent and one that is null are two things, in every option of every family."""
 
 from __future__ import annotations
 
@@ -214,7 +214,7 @@ BASE: dict[str, dict[str, Any]] = {
 
 
 def groups(family: str, raw: dict[str, Any]) -> tuple[Any, bool]:
-    """What a config says, the order of the rotary pairs included."""
+    """Return what a config says, the order of the rotary pairs included."""
     raw = {"model_type": family, **raw}
     return families.read(raw)[1], tensors.layout(FAMILIES[family], raw, []).interleaved
 
@@ -319,7 +319,7 @@ def test_a_size_that_is_no_number_is_refused_in_a_line(value: object) -> None:
 
 
 def test_a_window_that_goes_without_saying_is_applied() -> None:
-    """Mistral without ``sliding_window`` has one of 4,096: past it the first token is no longer seen."""
+    """Mistral without ``sliding_window`` has a window of 4,096: past it the first token is no longer seen."""
     raw = random_config("mistral", 0) | {"max_position_embeddings": 8192, "rope_parameters": {}, "num_hidden_layers": 1}
     raw = {name: value for name, value in raw.items() if name not in ("sliding_window", "rope_scaling")}
     weights = random_weights(raw, Layout("mistral", head=not raw["tie_word_embeddings"]), 0)

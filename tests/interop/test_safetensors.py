@@ -1,4 +1,4 @@
-"""The file format: what is written is what the reference implementation writes, and damage is named in one line."""
+"""Test the file format: what is written equals the reference implementation's, and damage is named in one line."""
 
 from __future__ import annotations
 

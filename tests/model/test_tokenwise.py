@@ -1,4 +1,4 @@
-"""The control without context: as many parameters as attention, and no token that sees another."""
+"""Test the control without context: as many parameters as attention, and no token that sees another."""
 
 from __future__ import annotations
 

@@ -115,7 +115,7 @@ def test_a_cache_gives_what_whole_rows_give(kind: str, groups: dict[str, dict[st
 
 
 def state_of(made: Trainer) -> TrainState:
-    """A fresh state in its layout."""
+    """Return a fresh state in its layout."""
     return made.begin(jax.tree.map(jnp.array, initial(made.config)))
 
 
@@ -192,7 +192,7 @@ def test_a_stored_config_says_nothing_of_it_unless_it_is_set() -> None:
 
 @pytest.mark.parametrize("kind", ["attn_res", pytest.param("denseformer", marks=pytest.mark.product)])
 def test_a_run_that_is_resumed_is_the_same_bit_for_bit(kind: str, tmp_path: Path) -> None:
-    """Two steps, a checkpoint, two more in a new state, against four."""
+    """Two steps, a checkpoint and two more in a new state equal four steps."""
     from mhc.train.checkpoint import Checkpoints
     from mhc.train.standing import Standing
 

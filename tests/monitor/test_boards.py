@@ -1,4 +1,4 @@
-"""Curves for TensorBoard and Weights & Biases."""
+"""Test curves for TensorBoard and Weights & Biases."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_tensorboard_leaves_an_event_file(tmp_path: Path) -> None:
 
 
 def test_wandb_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two starts of a run keep one id; what was written is in the files, and nothing goes over the network."""
+    """Two starts of a run keep one id; all records are in the files, and nothing goes over the network."""
     pytest.importorskip("wandb", reason="the extra [wandb] is not installed")
     monkeypatch.setenv("WANDB_ERROR_REPORTING", "false")
     for loss in (2.515625, 2.265625):

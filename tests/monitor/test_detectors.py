@@ -1,4 +1,4 @@
-"""Detectors against golden values, and the properties that must hold for any series.
+"""Test detectors against golden values, and the properties that must hold for any series.
 
 golden/spikes.npz was made in float64 by a reference that shares no code with the project: series with planted spikes,
 shifts and non-finite values. It changes only if a detector's definition changes.
@@ -126,7 +126,7 @@ def test_zscore_flags_only_upward_and_spike_score_both_ways() -> None:
 
 @given(series, st.integers(1, 12))
 def test_a_score_without_history_is_none(values: list[float], least: int) -> None:
-    """Where no finite value has enough before it and none is non-finite, nothing was judged."""
+    """Nothing was judged if no finite value has enough history and no value is non-finite."""
     finite = [value for value in values if math.isfinite(value)]
     score = judged_score(values, min_history=least)
     if len(finite) <= least and len(finite) == len(values):

@@ -1,4 +1,4 @@
-"""The guard inside the step against the detectors, the probes' alarms, and the causes' rules."""
+"""Test the guard inside the step against the detectors, the probes' alarms, and the causes' rules."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The first NaN of a traced function, and of a train step: which operation, where in the source, in which pass."""
+"""Test finding the first NaN of a traced function and of a train step: which operation, source line and pass."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def first(function: Callable[..., Any], *arguments: Any) -> nan.Origin | None:
 
 
 def line_of(function: Callable[..., Any], text: str) -> int:
-    """Where in this file the only line of a function that has ``text`` is."""
+    """Return the line in this file of the only line of a function that has ``text``."""
     lines, start = inspect.getsourcelines(function)
     (place,) = [number for number, line in enumerate(lines) if text in line]
     return start + place
@@ -94,7 +94,7 @@ def test_infinities_are_not_nan():
 
 
 def of_step(config: Config, devices: int = 1, huge: tuple[str, ...] = ()) -> tuple[str, nan.Origin] | None:
-    """`first_nan` at initial weights, those of the second block whose paths end in ``huge`` replaced."""
+    """Return `first_nan` at initial weights, with those of the second block replaced whose paths end in ``huge``."""
     made = trainer(config, devices)
 
     def overflowing(path: str, leaf: jax.Array) -> jax.Array:
@@ -115,7 +115,7 @@ def of_step(config: Config, devices: int = 1, huge: tuple[str, ...] = ()) -> tup
     ],
 )
 def test_a_step_without_nan_has_none_on_its_way(kind, groups):
-    """Nor any that a mask throws away: rows end early, and one is empty."""
+    """It has no NaN that a mask throws away either: rows end early, and one is empty."""
     assert of_step(small(kind, **groups), 8 if "mesh" in groups else 1) is None
 
 

@@ -1,4 +1,4 @@
-"""Phases: their seconds, what jax compiles in them, and a watchdog that reports the one that hangs."""
+"""Test phases: their seconds, what jax compiles in them, and a watchdog that reports the one that hangs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from mhc.monitor.phases import Phases, Stall, Watchdog, device_memory, dump_stac
 
 
 def fresh() -> Callable[[Any], jax.Array]:
-    """A jitted function that nobody compiled before."""
+    """Return a jitted function that nobody compiled before."""
     return jax.jit(lambda x: jnp.sin(x) + 1.0)
 
 
@@ -50,7 +50,7 @@ def test_a_phase_that_raises_is_over():
 
 @given(st.lists(st.tuples(st.integers(0, 20), st.integers(0, 20)).map(sorted), max_size=8))
 def test_nested_spans_count_once(spans):
-    """Against the unit intervals that some span covers."""
+    """The seconds are the number of unit intervals that at least one span covers."""
     covered = {unit for start, end in spans for unit in range(start, end)}
     assert module._union([(float(start), float(end)) for start, end in spans]) == len(covered)
 
@@ -131,7 +131,7 @@ def test_memory_is_that_of_the_fullest_device_where_it_is_known():
 
 
 class Reports:
-    """What a watchdog said, and when."""
+    """Holds what a watchdog reported, and when."""
 
     def __init__(self) -> None:
         self.stalled: list[tuple[float, Stall]] = []

@@ -1,17 +1,20 @@
-"""Probes: gains and marginal errors against numpy products of the maps, over the tokens that are not padding."""
+"""Test probes: gains and marginal errors against numpy products of the maps, over the tokens that are not padding."""
 
 from __future__ import annotations
 
 import functools
 import time
+from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from mhc.config import Config
 from mhc.model.decoder import DecoderDefinition
+from mhc.monitor import probes
 from mhc.monitor.probes import BATCH_FIELDS, compile_probe
 from mhc.sharding import make_mesh, put_batch
 from mhc.train.step import Trainer
@@ -32,7 +35,7 @@ def probe(config: Config) -> Any:
 
 @functools.cache
 def mixing(config: Config) -> Any:
-    """(params, batch) -> H_res of every sublayer and token [S, B, T, N, N]."""
+    """Return H_res of every sublayer and token [S, B, T, N, N] for (params, batch)."""
     definition = DecoderDefinition(config)
 
     def run(params: Any, batch: Any) -> jax.Array:
@@ -46,7 +49,7 @@ def mixing(config: Config) -> Any:
 
 
 def gains_of(res: np.ndarray) -> dict[str, np.ndarray]:
-    """{forward, backward}_{single, composite} [S, tokens] of maps [S, tokens, N, N], in float64, by the definitions."""
+    """Return {forward, backward}_{single, composite} [S, tokens] of maps [S, tokens, N, N], float64, by definition."""
 
     def forward(h: np.ndarray) -> np.ndarray:
         return np.abs(h.sum(axis=-1)).max(axis=-1)
@@ -82,7 +85,7 @@ def test_plain_has_the_gains_of_its_scale(scale):
 
 @pytest.fixture(scope="module")
 def measured() -> tuple[dict[str, np.ndarray], np.ndarray]:
-    """(probe of an hc model whose maps are far from the identity, its maps [S, valid tokens, N, N])."""
+    """Return (probe of an hc model whose maps are far from the identity, its maps [S, valid tokens, N, N])."""
     config = small("hc")
     params, seen = random_params(config), batch()
     values = {name: np.asarray(value) for name, value in probe(config)(params, seen).items()}
@@ -142,8 +145,10 @@ def test_sinkhorn_leaves_its_error_in_the_columns(preset):
 
 @pytest.mark.long
 def test_a_probe_takes_no_more_than_three_steps():
-    """Medians at width 256 and depth 12, taken by turns. The step has no more rows than the probe: the default, of
-    eight times as many, takes longer still."""
+    """Medians, taken by turns, are compared at width 256 and depth 12.
+
+    The step has no more rows than the probe. By default it has eight times as many, and takes longer still.
+    """
     fields: dict[str, dict[str, Any]] = {
         "model": {"layers": 12, "width": 256},
         "attention": {"heads": 4},
@@ -174,3 +179,23 @@ def test_a_probe_takes_no_more_than_three_steps():
             seconds[name].append(took)
     step, probe_ = (float(np.median(seconds[name][1:])) for name in ("step", "probe"))  # the first ones compile
     assert probe_ <= 3 * step, f"{probe_:.3f} s against {step:.3f} s"
+
+
+@pytest.mark.parametrize("kind", ["iso", "shc", "circulant"])
+def test_singular_values_and_signs_are_those_of_the_golden_products(kind: str) -> None:
+    """A stack has golden maps and singular values; an isometry keeps the largest and the smallest at 1."""
+    with np.load(Path(__file__).parents[1] / "golden" / f"stack_{kind}.npz") as golden:
+        res, singular = golden["n4/res"][:, :, None], golden["n4/composite_singular"]
+    counted = probes._Tokens(jnp.ones(res.shape[1:3], jnp.int32))
+    out = jax.jit(lambda res: probes.map_measures(res, counted))(jnp.asarray(res, jnp.float32))
+    for name, expected in {
+        "gain/composite_norm_mean": singular[..., 0].mean(-1),
+        "gain/composite_norm_max": singular[..., 0].max(-1),
+        "gain/composite_smallest_mean": singular[..., -1].mean(-1),
+        "gain/composite_smallest_min": singular[..., -1].min(-1),
+        "mix/negative": (np.maximum(-res, 0).sum((-2, -1)) / np.abs(res).sum((-2, -1))).mean((1, 2)),
+    }.items():
+        np.testing.assert_allclose(out[name], expected, rtol=0, atol=2e-5, err_msg=name)
+    if kind == "iso":
+        assert np.abs(np.asarray(out["gain/composite_smallest_min"]) - 1).max() <= 1e-4
+    assert (np.asarray(out["mix/negative"]) > 0).all() == (kind != "circulant")

@@ -1,4 +1,4 @@
-"""The progress line under an injected clock."""
+"""Test the progress line under an injected clock."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""train.log: whole lines with their time, over restarts, threads, terminals and crashes."""
+"""Test train.log: whole lines with their time, over restarts, threads, terminals and crashes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from mhc.monitor.train_log import TrainLog
 
 
 def made(folder: Path) -> TrainLog:
-    """A log whose clock counts its calls."""
+    """Return a log whose clock counts its calls."""
     counter = itertools.count()
     return TrainLog(folder / "train.log", clock=lambda: f"t{next(counter)}")
 

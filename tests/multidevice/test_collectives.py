@@ -1,4 +1,4 @@
-"""What devices exchange, read off compiled programs: never the streams, the experts or the tokens of all.
+"""Test what devices exchange, by their compiled programs: never the streams, all experts or all tokens.
 
 Every property is shown to be able to fail: with a fault put in, the same reading finds what it forbids.
 """
@@ -48,7 +48,7 @@ def config_of(kind: str, mesh: dict[str, int], **groups: dict[str, Any]) -> Conf
 
 @pytest.fixture
 def _compiled_now() -> Iterator[None]:
-    """The compiler's warnings are not in its cache, and a program with a fault shall not go there."""
+    """Keep programs out of the cache, which has no warnings of the compiler and shall hold no faulty program."""
     name = "jax_enable_compilation_cache"
     before = getattr(jax.config, name)
 
@@ -63,7 +63,7 @@ def _compiled_now() -> Iterator[None]:
 
 
 def compiled(config: Config) -> str:
-    """The program of hidden states and of the gradient of their square, by parameter: blocks forward and backward."""
+    """Return the program of hidden states and of the gradient of their square, by parameter, forward and backward."""
     mesh = make_mesh(config.mesh)
     definition = DecoderDefinition(config)
 
@@ -84,7 +84,7 @@ def compiled(config: Config) -> str:
 
 
 def gathered(text: str, config: Config) -> tuple[list[int], list[tuple[int, ...]]]:
-    """(numbers gathered per token of a device, by all-gather; shapes of gathered weights)."""
+    """Return (numbers gathered per token of a device, by all-gather; shapes of gathered weights)."""
     mesh = make_mesh(config.mesh)
     tokens = ROWS * TOKENS // math.prod(mesh.shape[axis] for axis in BATCH_AXES)
     shapes = list(hlo.gathered_shapes(text))
@@ -93,7 +93,7 @@ def gathered(text: str, config: Config) -> tuple[list[int], list[tuple[int, ...]
 
 
 def largest_held(text: str, config: Config) -> int:
-    """Numbers per token of a device in the largest array of tokens that the program knows."""
+    """Return how many numbers per token of a device the largest array of tokens in the program has."""
     mesh = make_mesh(config.mesh)
     tokens = ROWS * TOKENS // math.prod(mesh.shape[axis] for axis in BATCH_AXES)
     sizes = (math.prod(map(int, found.split(","))) for found in re.findall(r"\b[a-z]+\d+\[([\d,]+)\]", text))
@@ -125,7 +125,7 @@ PER_TOKEN = [WIDTH] * (2 * 2 + 2)
     ],
 )
 def test_streams_are_never_gathered(kind: str, mesh: str) -> None:
-    """Under tensor parallelism devices gather what a sublayer is given, width D, and of the N D of streams nothing."""
+    """Under tensor parallelism devices gather a sublayer's input, of width D, and nothing of the N D of streams."""
     config = config_of(kind, TENSOR[mesh])
     text = compiled(config)
     tokens, weights = gathered(text, config)
@@ -136,7 +136,7 @@ def test_streams_are_never_gathered(kind: str, mesh: str) -> None:
 
 
 def flattened(x: jax.Array, phi: jax.Array, eps: float) -> jax.Array:
-    """``kernels.project`` as one would write it with vec(x)."""
+    """Compute ``kernels.project`` as one would write it with vec(x)."""
     m = x.reshape(*x.shape[:-2], -1)
     m = m * jax.lax.rsqrt(jnp.mean(m * m, axis=-1, keepdims=True) + eps)
     return jnp.moveaxis(m @ phi.reshape(-1, phi.shape[-1]), -1, 0)
@@ -174,13 +174,13 @@ EXPERT_MESH = {"fsdp": 2, "expert": 4}
 
 
 def largest_experts(weights: list[tuple[int, ...]]) -> int:
-    """How many experts the largest gathered array of their weights [E', D, F] or [E', F, D] holds."""
+    """Return how many experts the largest gathered array of their weights [E', D, F] or [E', F, D] holds."""
     return max(math.prod(shape) // (WIDTH * 20) for shape in weights if set(shape[-2:]) == {WIDTH, 20})
 
 
 @pytest.mark.long
 def test_experts_stay_where_they_are() -> None:
-    """Their weights are gathered over fsdp, each device its own experts'; tokens go to the experts and come back."""
+    """Weights are gathered over fsdp, each device its own experts'; tokens go to the experts and come back."""
     config = config_of("mhc", EXPERT_MESH, **EXPERTS)
     tokens, weights = gathered(compiled(config), config)
     assert largest_experts(weights) == 1
@@ -245,7 +245,7 @@ def test_no_array_is_made_whole_to_be_laid_out_anew(mesh: dict[str, int], capfd:
 
 @pytest.mark.usefixtures("_compiled_now")
 def test_a_whole_array_would_be_seen(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
-    """A lookup in a table whose width is split as the batch is."""
+    """The test would see the lookup in a table whose width is split as the batch is."""
     monkeypatch.setattr(sharding, "whole_rows", lambda table, axis: table)
     compiled(config_of("plain", {"fsdp": 2, "tensor": 2, "expert": 2}))
     assert REMADE in capfd.readouterr().err

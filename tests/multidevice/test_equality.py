@@ -1,4 +1,4 @@
-"""Eight devices train as one: initial state (bit for bit), loss curve, expert choices and, under SGD, parameters."""
+"""Test that eight devices train as one: initial state (bit for bit), losses, expert choices, parameters under SGD."""
 
 from __future__ import annotations
 
@@ -41,8 +41,10 @@ LOSS, PARAMETERS = 1e-5, 2e-5  # largest relative differences
 
 
 def config_of(kind: str, feed_forward: str, optimizer: str, mesh: str | None = None, *, leading: int = 1) -> Config:
-    """Two blocks of width 16 in float32; ``leading`` of them dense before blocks with experts, and as many shared
-    experts. No mesh: one device."""
+    """Return a config of two blocks of width 16 in float32; without a mesh it is for one device.
+
+    If blocks have experts, the first ``leading`` ones are dense, and as many experts are shared.
+    """
     optimizers: dict[str, dict[str, Any]] = {
         "adamw": {"name": "adamw", "lr": 1e-3},
         # A rate at which twenty steps move every parameter.
@@ -60,7 +62,7 @@ def config_of(kind: str, feed_forward: str, optimizer: str, mesh: str | None = N
 
 
 class Training(NamedTuple):
-    """What of twenty steps is compared."""
+    """Holds what is compared of twenty steps."""
 
     initial: dict[str, np.ndarray]  # the whole train state by path
     losses: np.ndarray  # [STEPS]
@@ -82,20 +84,23 @@ def train(config: Config, devices: int, start: Callable[[Trainer], TrainState]) 
 
 
 def from_seed(made: Trainer) -> TrainState:
-    """As a run starts: the compiled initialiser."""
+    """Start as a run does, from the compiled initialiser."""
     return made.init(0)
 
 
 def from_one_draw(made: Trainer) -> TrainState:
-    """From parameters drawn without a program, which spares its compilation."""
+    """Start from parameters that are drawn without a program, which spares its compilation."""
     # Copies: what it begins with is donated, and one draw serves several runs.
     params = jax.tree.map(lambda leaf, to: jax.device_put(leaf.copy(), to), initial(made.config), made.layout.params)
     return made.begin(params)
 
 
 def off_symmetry(made: Trainer) -> TrainState:
-    """From near the initial parameters. At hc's own the streams are equal, and a norm takes from F's input the scale
-    that w_pre gives it: its gradient is zero, and what rounding leaves of it would be compared."""
+    """Start near the initial parameters.
+
+    At hc's own the streams are equal, and a norm takes from F's input the scale that w_pre gives it: its gradient is
+    zero, and what rounding leaves of it would be compared.
+    """
     config = made.config
     params = jax.tree.map(lambda leaf, noise: leaf + noise, initial(config), random_params(config, std=0.05))
     params = map_paths(lambda path, leaf: leaf - 1.0 if "norm/scale" in path else leaf, params)
@@ -104,12 +109,12 @@ def off_symmetry(made: Trainer) -> TrainState:
 
 @functools.lru_cache(maxsize=2)
 def reference(kind: str, feed_forward: str, optimizer: str, leading: int, start: Callable[..., TrainState]) -> Training:
-    """One device."""
+    """Return the training on one device."""
     return train(config_of(kind, feed_forward, optimizer, leading=leading), 1, start)
 
 
 def margin(config: Config, params: Any, batch: dict[str, Any]) -> float:
-    """By how much, at least, the score of a token's last chosen expert exceeds that of the first not chosen."""
+    """Return by how much, at least, a token's last chosen expert outscores the first one not chosen."""
 
     def observe(view: SublayerView) -> dict[str, jax.Array]:
         core: Any = view.sublayer.core
@@ -148,7 +153,7 @@ def compare(kind: str, feed_forward: str, optimizer: str, mesh: str, leading: in
 
 
 def near_tie(kind: str, optimizer: str, leading: int, step: int, start: Callable[..., Any]) -> str:
-    """Words on how close one device's scores are before ``step``."""
+    """Return words on how close one device's scores are before ``step``."""
     config = config_of(kind, "moe", optimizer, leading=leading)
     made = trainer(config)
     state = start(made)
@@ -173,7 +178,7 @@ def test_the_fast_cases_split_every_axis_and_have_every_value() -> None:
 @pytest.mark.product
 @pytest.mark.parametrize("case", product(FACTORS), ids=lambda case: "-".join(case.values()))
 def test_whole_product(case: dict[str, str], record_property: Callable[[str, object], None]) -> None:
-    """With a leading dense block and a shared expert beside the experts; under AdamW from the seed."""
+    """Models have a leading dense block and a shared expert beside the experts, and train under AdamW from the seed."""
     off = off_symmetry if case["kind"] == "hc" else from_one_draw
     start = from_seed if case["optimizer"] == "adamw" else off
     compare(case["kind"], case["feed_forward"], case["optimizer"], case["mesh"], 1, start)
@@ -182,7 +187,7 @@ def test_whole_product(case: dict[str, str], record_property: Callable[[str, obj
 
 @pytest.mark.long
 def test_a_near_tie_of_experts_is_seen() -> None:
-    """What a failure would report: with two equal columns of the router no choice is clear."""
+    """A failure would report it: with two equal columns of the router no choice is clear."""
     config = config_of("mhc", "moe", "adamw")
     params, batch = initial(config), packed(8)
     assert margin(config, params, batch) > 1e-6

@@ -1,4 +1,4 @@
-"""The train state is made in its shards, and on every mesh of the same bits."""
+"""Test that the train state is made in its shards, with the same bits on every mesh."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MESH = {"data": 1, "fsdp": 2, "tensor": 2, "expert": 2}
 
 
 def config_of(**groups: dict[str, Any]) -> Config:
-    """Sizes by which an array and its part are never taken for one another."""
+    """Return a config with sizes by which an array and its part are never taken for one another."""
     return small(
         "mhc",
         model={"layers": 3, "width": 40, "vocab_size": 32},
@@ -37,7 +37,7 @@ def initialiser(made: Trainer) -> jax.stages.Compiled:
 
 
 def made_whole(made: Trainer, program: jax.stages.Compiled) -> list[str]:
-    """The split leaves that are somewhere in the program as one array."""
+    """Return the split leaves that the program holds somewhere as one array."""
     shapes = set(re.findall(r"\bf32\[([\d,]+)\]", program.as_text() or ""))
     leaves = jax.tree_util.tree_leaves_with_path(made.abstract)
     specs = [layout.spec for layout in jax.tree.leaves(made.layout)]

@@ -1,4 +1,4 @@
-"""A kind from elsewhere that breaks the protocol, or whose code raises, is one line at the start, whatever breaks."""
+"""Test that a kind from elsewhere which breaks the protocol, or whose code raises, is one line at the start."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ WIDTH = 16
 
 
 class GoodConnection(StreamConnection):
-    """Fixed maps; parameters: gain [N], which weighs the writes."""
+    """Computes fixed maps. Parameters: gain [N], which weighs the writes."""
 
     def __init__(self, k: int | jax.Array, n: int):
         self.n = n
@@ -65,12 +65,12 @@ def forgetful() -> Iterator[None]:
 
 
 def topology(**methods: Any) -> type[Good]:
-    """Good, with other methods or attributes."""
+    """Return the builder of Good with other methods or attributes."""
     return type("Broken", (Good,), methods)
 
 
 def connection(**methods: Any) -> type[Good]:
-    """Good, whose connections have other methods."""
+    """Return the builder of Good whose connections have other methods."""
     return topology(connections=type("BrokenConnection", (GoodConnection,), methods))
 
 
@@ -95,7 +95,7 @@ def by_name(self: Any, context: Any) -> Any:
 
 
 def beginning(more: Callable[[Any], None]) -> Callable[..., None]:
-    """The __init__ of a connection that does something more."""
+    """Return the __init__ of a connection that does something more."""
 
     def __init__(self: Any, k: int | jax.Array, n: int) -> None:
         GoodConnection.__init__(self, k, n)
@@ -234,7 +234,7 @@ STACKED: dict[str, tuple[Callable[..., Any], str]] = {
 
 
 def check_line(message: str, words: str) -> None:
-    """One line that names the kind and says the words; FILE stands for this file and a line of it."""
+    """Check for one line that names the kind and has the words; FILE stands for this file and a line of it."""
     assert "\n" not in message
     assert message.startswith("residual kind 'theirs'"), message
     head, place, tail = words.partition("(FILE)")
@@ -294,7 +294,7 @@ def test_a_good_kind_is_taken_and_looked_at_once(monkeypatch: pytest.MonkeyPatch
 
 
 def test_kinds_of_this_project_are_not_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The contract tests do that; and what their builders raise is what they raise."""
+    """The contract tests check those kinds; errors of their builders pass unchanged."""
     monkeypatch.setattr(residual.contract._Contract, "run", boom)
     HyperConnection(WIDTH, 0, rngs=nnx.Rngs(0))
     with pytest.raises(ValueError, match="needs N to be a power of two"):
@@ -308,7 +308,7 @@ def test_a_check_that_raises_is_one_line() -> None:
 
 
 def test_a_mistake_that_a_builder_tells_itself_is_passed_on() -> None:
-    """A UserError is a line already; a ValueError of its own is told with the kind."""
+    """A UserError is a line already; a ValueError of the builder's own is reported with the kind."""
 
     def odd(width: int, *, rngs: Any, n: int | None = None) -> Any:
         if n == 3:

@@ -1,4 +1,4 @@
-"""Golden values: float64 arrays made by an independent reference that shares no code with this project.
+"""Test golden values: float64 arrays made by an independent reference that shares no code with this project.
 
 ``tests/golden/README.md`` says what each file holds. They may change only with the mathematics that they state, never
 to make a test pass.
@@ -31,7 +31,7 @@ Case = dict[str, np.ndarray]
 
 
 def load(name: str) -> dict[str, Case]:
-    """The cases of a file, each the arrays by name."""
+    """Return the cases of a file, each as arrays by name."""
     cases: dict[str, Case] = {}
     with np.load(GOLDEN / f"{name}.npz") as archive:
         for key in archive.files:
@@ -41,7 +41,7 @@ def load(name: str) -> dict[str, Case]:
 
 
 def grouped(cases: dict[str, Case]) -> list[list[str]]:
-    """Names of cases whose arrays have the same shapes: each group is one batch."""
+    """Return the names of cases whose arrays have the same shapes; each group is one batch."""
     groups: dict[Any, list[str]] = {}
     for name, arrays in cases.items():
         groups.setdefault(tuple(sorted((key, array.shape) for key, array in arrays.items())), []).append(name)
@@ -53,7 +53,7 @@ def stacked(cases: dict[str, Case], names: list[str], array: str, dtype: Any) ->
 
 
 def assert_close(actual: Any, expected: np.ndarray, tolerance: float, what: str) -> None:
-    """Error relative to the largest magnitude of the array."""
+    """Check the error relative to the largest magnitude of the array."""
     actual = np.asarray(actual, np.float64)
     assert actual.shape == expected.shape, (what, actual.shape, expected.shape)
     if expected.size:

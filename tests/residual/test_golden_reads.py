@@ -1,4 +1,4 @@
-"""Golden values of the kinds of other forms: one step each, as the functional API computes it.
+"""Test golden values of the kinds of other forms: one step each, as the functional API computes it.
 
 Their stacks of six sublayers are in ``test_golden_stacks.py``. ``tests/golden/README.md`` says how they were made.
 """
@@ -89,7 +89,7 @@ def test_a_step(kind: str, precision: bool) -> None:
 
 
 def test_rows_that_are_not_written_yet_do_not_count() -> None:
-    """Whatever lies in them, in value and gradient; and sources in parts are sources in one array."""
+    """Nothing in them affects value or gradient, and sources in parts give what sources in one array give."""
     case = {key: jnp.asarray(leaf, jnp.float32) for key, leaf in load("step_attn_res")["J5_C16_std1"].items()}
     sources, weight = case["sources"], case["query"] * case["scale"]
     expected = F.depth_read(sources[:3], case["query"], case["scale"])

@@ -1,4 +1,4 @@
-"""Golden values of the relatives of mhc that differ in H_res: one step, and a stack of six sublayers.
+"""Test golden values of the relatives of mhc that differ in H_res: one step, and a stack of six sublayers.
 
 ``tests/golden/README.md`` says how the files were made.
 """
@@ -64,7 +64,7 @@ def test_step(kind: str, precision: bool) -> None:  # noqa: F811
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_stack(kind: str, precision: bool) -> None:  # noqa: F811
-    """Six sublayers F_k(u) = scale_k tanh(u + shift_k), collapsed by the mean."""
+    """The stack has six sublayers F_k(u) = scale_k tanh(u + shift_k), and is collapsed by the mean."""
     dtype = dtype_of(precision)
     for name, case in load(f"stack_{kind}").items():
         n = case["states"].shape[-2]
@@ -100,10 +100,16 @@ def test_stack(kind: str, precision: bool) -> None:  # noqa: F811
             assert_close(value, case[f"d_{key}"], tolerance(precision, 2e-4), f"{name} d_{key}")
 
 
-@pytest.mark.parametrize("scale", [5.0, 100.0, 1e4])
-@pytest.mark.parametrize("m", [3, 8, 32])
+@pytest.mark.parametrize(
+    ("m", "scale"),
+    [
+        pytest.param(m, scale, marks=() if scale == 1e4 or m == 8 else pytest.mark.product)
+        for m in (3, 8, 32)
+        for scale in (5.0, 100.0, 1e4)
+    ],
+)
 def test_rotations_stay_orthogonal_and_differentiable(m: int, scale: float) -> None:
-    """Logits anywhere in +-1e4, alike or far apart: |Q^T Q - I| <= 1e-5, and every gradient is finite."""
+    """For logits anywhere in +-1e4, alike or far apart, |Q^T Q - I| <= 1e-5 holds and every gradient is finite."""
     from mhc.residual.mixing.cayley import angles, rotation
 
     rng = np.random.default_rng(m)

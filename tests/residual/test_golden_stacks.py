@@ -1,4 +1,4 @@
-"""Golden values of the kinds of other forms: six sublayers between a topology's own connections.
+"""Test golden values of the kinds of other forms: six sublayers between a topology's own connections.
 
 Every reading and state on the way, the result, and all gradients, as ``tests/golden/README.md`` says.
 """

@@ -1,4 +1,4 @@
-"""What new parameters start from: the functions and the modules agree, and the presets are what they are said to be."""
+"""Test what new parameters start from: functions and modules agree, and the presets are what their words say."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ every_relative = pytest.mark.parametrize("kind", MANIFOLD)
 
 
 def of_module(kind: str, k: int, **options: Any) -> dict[str, jax.Array]:
-    """Parameters of connection ``k`` of a topology, whose key is that of seed 3."""
+    """Return the parameters of connection ``k`` of a topology, whose key is that of seed 3."""
     topology = residual.build(kind, WIDTH, rngs=PathKey(jax.random.key(3)), sublayers=SUBLAYERS, **options)
     return nnx.to_pure_dict(nnx.state(topology.connection(k, rngs=PathKey(jax.random.key(3)))))
 
@@ -46,7 +46,7 @@ def test_the_table_of_kinds_has_the_presets() -> None:
     ],
 )
 def test_the_modules_start_from_the_functions(kind: str, n: int) -> None:
-    """Bit for bit: every preset, with and without a gate and a gap of one's own."""
+    """They agree bit for bit: every preset, with and without a gate and a gap of one's own."""
     key = (PathKey(jax.random.key(3)) / "phi").key
     for init in kinds.known()[kind].inits:
         for k, chosen in ((0, {}), (n + 1, {"alpha": 0.5, "res_gap": 2.0})):
@@ -80,7 +80,7 @@ def maps_of(x: jax.Array, params: dict[str, jax.Array], kind: str) -> F.Maps:
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def tower(kind: str, init: str, h: jax.Array, sublayers: int = SUBLAYERS) -> jax.Array:
-    """Streams after some sublayers, by functions alone."""
+    """Return the streams after some sublayers, computed by functions alone."""
     x = jnp.broadcast_to(h[..., None, :], (*h.shape[:-1], 4, h.shape[-1]))
     for k in range(sublayers):
         if kind == "hc":
@@ -111,7 +111,7 @@ def test_equivalent_is_the_plain_residual(kind: str) -> None:
 
 @every_relative
 def test_home_parts_the_streams(kind: str) -> None:
-    """And a bias of zeros does not, which is why there is a preset: N equal streams are one stream."""
+    """A bias of zeros does not, which is why there is a preset: N equal streams are one stream."""
     h = some_tokens()
     x = tower(kind, "home", h)
     assert float(jnp.min(jnp.max(jnp.abs(x - jnp.roll(x, 1, axis=-2)), axis=(0, -1)))) > 1e-2

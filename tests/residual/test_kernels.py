@@ -1,4 +1,4 @@
-"""The kernels of the training path against the functional reference: values and gradients, N from 1 to 8."""
+"""Test the kernels of the training path against the functional reference: values and gradients, N from 1 to 8."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ EPS = 1e-6
 
 
 def last(maps: jax.Array, axes: int) -> jax.Array:
-    """Maps tokens last, as the kernels hold them, to the functional layout: the ``axes`` leading axes go to the end."""
+    """Return maps with the ``axes`` leading axes moved to the end: from the kernels' layout to the functional one."""
     return jnp.moveaxis(maps, tuple(range(axes)), tuple(range(-axes, 0)))
 
 
@@ -41,13 +41,13 @@ KERNEL: dict[str, Callable[..., jax.Array]] = {
 
 
 def identity(x: jax.Array) -> jax.Array:
-    """H_res = I for every token of x [B, T, N, D]."""
+    """Return H_res = I for every token of x [B, T, N, D]."""
     n = x.shape[-2]
     return jnp.broadcast_to(jnp.eye(n, dtype=x.dtype), (B, T, n, n))
 
 
 def arguments(n: int) -> dict[str, tuple[np.ndarray, ...]]:
-    """Float64 arguments of every kernel: streams [B, T, N, D] and what goes with them."""
+    """Return float64 arguments of every kernel: streams [B, T, N, D] and what goes with them."""
     rng = np.random.default_rng(n)
     x, y = rng.normal(size=(B, T, n, D)), rng.normal(size=(B, T, D))
     pre, post, res = rng.normal(size=(n, B, T)), rng.normal(size=(n, B, T)), rng.normal(size=(n, n, B, T))
@@ -61,7 +61,7 @@ def arguments(n: int) -> dict[str, tuple[np.ndarray, ...]]:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
 def test_values_and_gradients(dtype: str) -> None:
-    """With bfloat16 streams, maps and parameters stay float32, and so does what the reference computes."""
+    """They agree; with bfloat16 streams, maps and parameters stay float32, and so do the reference's results."""
     streams, maps = (jnp.dtype(dtype), jnp.dtype("float32" if dtype == "bfloat16" else dtype))
     sizes = SIZES if dtype == "float32" else (1, 3, 8)
     allowed = {"float32": 2e-6, "bfloat16": 2**-8, "float64": 1e-14}[dtype]
@@ -111,7 +111,7 @@ TOKENS = 6
 
 
 def logits_of(kind: str, n: int) -> np.ndarray:
-    """[TOKENS, N, N] of a kind."""
+    """Return logits [TOKENS, N, N] of a kind."""
     rng = np.random.default_rng(n)
     normal = rng.normal(size=(TOKENS, n, n))
     if kind == "narrow":
@@ -142,7 +142,7 @@ EXTREME = ("uniform", "equal", "one high")
     ids=str,
 )
 def sinkhorns(request: pytest.FixtureRequest) -> Any:
-    """(sizes, kernel, reference), each logits -> (H_res, gradient of sum(weight * H_res)), all N in one program."""
+    """Return (sizes, kernel, reference), each logits -> (H_res, gradient of sum(weight * H_res)), in one program."""
     preset, eps = request.param
     sizes = (2, 5) if (preset, eps) == ("deepseek", 0.0) else SIZES
 

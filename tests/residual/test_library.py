@@ -1,4 +1,4 @@
-"""The library as other people use it: the pages, followed to the word, the examples, HyperConnection in Flax's ways."""
+"""Test the library as other people use it: the pages, to the word, the examples, HyperConnection in Flax's ways."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ FOREIGN = ("ml_collections", "grain", "orbax", "tensorflow_datasets", "tokenizer
 
 
 def blocks(page: str) -> list[str]:
-    """The Python code of a page."""
+    """Return the blocks of Python code of a page."""
     return re.findall(r"^```python\n(.*?)^```$", (ROOT / page).read_text("utf-8"), re.MULTILINE | re.DOTALL)
 
 
 @pytest.fixture
 def forgetful() -> Iterator[None]:
-    """What a test registers is forgotten, and so are the modules that did it."""
+    """Forget what a test registers, and the modules that did it."""
     modules = set(sys.modules)
     with registry_restored():
         yield
@@ -51,7 +51,7 @@ def test_the_code_of_a_page_runs(page: str) -> None:
 
 
 def test_eight_lines_wrap_a_module_and_train_it() -> None:
-    """A script that knows the README alone."""
+    """A script that knows the README alone trains a module."""
     script = """
 import jax, optax
 from flax import nnx
@@ -72,7 +72,7 @@ losses = [(loss, optimizer.update(model, grads))[0] for _ in range(20) for loss,
 def test_the_page_on_adding_a_topology_is_true(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, forgetful: None
 ) -> None:
-    """Its files are written, and the rest of its code runs in order: the kind is registered, trained and tested."""
+    """The page's files are written, and the rest of its code runs in order: it registers, trains and tests the kind."""
     monkeypatch.syspath_prepend(tmp_path)
     names: dict[str, Any] = {}
     files = []
@@ -157,7 +157,7 @@ WIDTH, DEPTH = 8, 2
 
 
 class Net(nnx.Module):
-    """Linear sublayers between connections of a kind."""
+    """Runs linear sublayers between connections of a kind."""
 
     def __init__(self, kind: str, rngs: nnx.Rngs, **options: Any):
         self.layers = nnx.List([nnx.Linear(WIDTH, WIDTH, rngs=rngs) for _ in range(DEPTH)])
@@ -262,7 +262,7 @@ def test_a_wrong_option_is_refused(options: dict[str, Any], said: str) -> None:
 
 
 def test_a_width_split_over_devices_is_not_gathered() -> None:
-    """(N, D) is contracted without flattening: under tensor parallelism the streams stay where they are."""
+    """(N, D) is contracted without flattening, so under tensor parallelism the streams stay where they are."""
     mesh = jax.make_mesh((8,), ("tensor",), axis_types=(jax.sharding.AxisType.Auto,))
     spec = jax.sharding.PartitionSpec
     topology = residual.build("mhc", 64, n=4, rngs=nnx.Rngs(0))

@@ -1,4 +1,4 @@
-"""HyperConnection in Flax Linen: by the bridge it trains; without it, it is refused or warned of where that is seen."""
+"""Test HyperConnection in Flax Linen: it trains by the bridge; without it, it is refused or warned of if seen."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ REFUSED = (
 
 
 def bridged(k: int | jax.Array = 0, **options: Any) -> nn.Module:
-    """A connection as a Linen module, whose maps depend on the input."""
+    """Return a connection as a Linen module, whose maps depend on the input."""
     return nnx.bridge.to_linen(HyperConnection, WIDTH, k, **{"n": N, "init": "fanin", **options})
 
 
 def made(k: int | jax.Array = 0) -> HyperConnection:
-    """A connection as it must not be made in a Linen module."""
+    """Return a connection in the way that a Linen module must not make one."""
     return HyperConnection(WIDTH, k, n=N, init="fanin", rngs=nnx.Rngs(0))
 
 
 class InCompact(nn.Module):
-    """A sublayer and its connection, made where they are called."""
+    """Makes a sublayer and its connection where they are called."""
 
     good: bool
 
@@ -44,7 +44,7 @@ class InCompact(nn.Module):
 
 
 class InSetup(nn.Module):
-    """The same, made beforehand."""
+    """Makes a sublayer and its connection beforehand."""
 
     good: bool
 
@@ -57,7 +57,7 @@ class InSetup(nn.Module):
 
 
 class InAnotherNnxModule(nn.Module):
-    """The same, within an nnx module that the Linen module makes or bridges."""
+    """Makes or bridges an nnx module that makes a sublayer and its connection."""
 
     good: bool
 
@@ -85,7 +85,7 @@ class Layer(nn.Module):
 
 
 class InScan(nn.Module):
-    """Three sublayers, scanned, each with its own number."""
+    """Scans three sublayers, each with its own number."""
 
     good: bool
 
@@ -164,7 +164,7 @@ def test_a_bridged_model_computes_what_the_nnx_model_does() -> None:
 
 
 class Attribute(nn.Module):
-    """A connection that was made elsewhere: Linen takes it for a constant."""
+    """Holds a connection that was made elsewhere, which Linen takes for a constant."""
 
     connection: HyperConnection
 
@@ -185,7 +185,7 @@ def test_a_connection_that_is_a_constant_is_warned_of() -> None:
 
 
 def test_parameters_that_a_linen_module_owns_are_no_constants() -> None:
-    """A bridge of one's own: split outside, parameters by self.param, merged within."""
+    """This is a bridge of one's own: split outside, parameters by self.param, merged within."""
     graph, start = nnx.split(made())
 
     class Own(nn.Module):
@@ -201,7 +201,7 @@ def test_parameters_that_a_linen_module_owns_are_no_constants() -> None:
 
 
 def test_outside_of_linen_nothing_is_said() -> None:
-    """Also after a Linen model has run, or failed."""
+    """Nothing is said even after a Linen model has run, or failed."""
     InCompact(True).init(jax.random.key(0), tokens())
     with pytest.raises(RuntimeError, match="Flax Linen"):
         InCompact(False).init(jax.random.key(0), tokens())

@@ -1,4 +1,4 @@
-"""The modules, which run the kernels, against the golden values of the functions: maps, steps and gradients."""
+"""Test the modules, which run the kernels, against the golden values of the functions: maps, steps and gradients."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ MODULES: dict[str, dict[str, Any]] = {
 
 
 def connection_of(width: int, n: int, kind: str, **options: Any) -> tuple[Any, Any]:
-    """(graph, state without values) of a connection."""
+    """Return (graph, state without values) of a connection."""
     key = PathKey(jax.random.key(0))
     topology = residual.build(kind, width, rngs=key, n=n, **options)
     return nnx.split(nnx.eval_shape(lambda: topology.connection(0, rngs=key)))

@@ -1,4 +1,4 @@
-"""What the mathematics promises, over random and extreme inputs."""
+"""Test what the mathematics promises, over random and extreme inputs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ EXTREME = ("uniform", "equal", "one high", "one low")
 
 @functools.cache
 def maps_of(kind: str, preset: str) -> Any:
-    """Compiled: logits [..., 2N+R] -> Maps."""
+    """Return a compiled function: logits [..., 2N+R] -> Maps."""
     eps = {"iters": 20, "map_eps": 1e-6, "sinkhorn_eps": 1e-6}
     return jax.jit(lambda logits: F.maps_from_logits(logits, kind=kind, preset=preset, **eps))  # type: ignore[arg-type]
 
@@ -35,7 +35,7 @@ composite_gains = jax.jit(F.composite_gains)
 
 
 def res_of(kind: str, preset: str, seed: int, std: float, count: int = TOKENS) -> np.ndarray:
-    """H_res [count, N, N] of random logits, in float64 for sums that add nothing."""
+    """Return H_res [count, N, N] of random logits, in float64 so that sums add no error."""
     logits = std * np.random.default_rng(seed).normal(size=(count, 2 * N + F.residual_logits(kind, N)))
     return np.asarray(maps_of(kind, preset)(jnp.asarray(logits, jnp.float32)).res, np.float64)
 
@@ -104,7 +104,7 @@ def test_the_identity_is_a_vertex_and_the_uniform_matrix_the_centre(kind: str, p
 
 
 def test_hc_is_bounded_by_nothing() -> None:
-    """The contrast: the same products of unconstrained maps leave 1, for most draws by far."""
+    """In contrast the same products of unconstrained maps leave 1, for most draws by far."""
     draws = np.random.default_rng(0).normal(size=(100, 64, N, N))  # 64 tokens
     gains = composite_gains(jnp.asarray(np.eye(N) + 0.1 * draws, jnp.float32))
     assert float(np.median(np.abs(np.log(gains.forward[-1])))) > 0.2
@@ -143,7 +143,7 @@ def extreme(kind: str, n: int, seed: int) -> np.ndarray:
 
 @functools.cache
 def sinkhorn_and_gradient(preset: str, eps: float) -> Any:
-    """Compiled: (logits, weight) -> (H_res, gradient, directional derivative)."""
+    """Return a compiled function: (logits, weight) -> (H_res, gradient, directional derivative)."""
 
     def function(logits: jax.Array) -> jax.Array:
         return F.sinkhorn(logits, preset=preset, eps=eps)
@@ -218,7 +218,7 @@ def manifold_params(kind: str, seed: int) -> dict[str, np.ndarray]:
 
 
 def permuted(kind: str, params: dict[str, np.ndarray], p: np.ndarray) -> dict[str, np.ndarray]:
-    """Parameters for streams of which stream i is what stream p[i] was."""
+    """Return parameters for streams of which stream i is what stream p[i] was."""
 
     def columns(a: np.ndarray) -> np.ndarray:
         pre, post, res = a[..., :N], a[..., N : 2 * N], a[..., 2 * N :]
@@ -238,7 +238,7 @@ def permuted(kind: str, params: dict[str, np.ndarray], p: np.ndarray) -> dict[st
 
 @functools.cache
 def manifold_step(kind: str, preset: str) -> Any:
-    """Compiled: (x, y, params) -> (u, x')."""
+    """Return a compiled function: (x, y, params) -> (u, x')."""
 
     def step(x: jax.Array, y: jax.Array, params: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
         maps = F.mhc_maps(x, params, kind=kind, preset=preset, iters=20)
@@ -316,7 +316,7 @@ def hc_step() -> Any:
 @settings(max_examples=20)
 @given(seed=seeds)
 def test_row_i_of_the_map_makes_output_stream_i(seed: int) -> None:
-    """Against a sum written out, with an asymmetric map; and the transposed map gives something else."""
+    """The result equals a sum written out, with an asymmetric map; the transposed map gives something else."""
     rng = np.random.default_rng(seed)
     x, y, post, res = rng.normal(size=(3, 2)), rng.normal(size=2), rng.normal(size=3), rng.normal(size=(3, 3))
     expected = np.stack([sum(res[i, j] * x[j] for j in range(3)) + post[i] * y for i in range(3)])

@@ -1,4 +1,4 @@
-"""What is refused, in one line that says what came and what was expected: arguments of the functions and kernels."""
+"""Test refusals in one line that says what was given and what was expected: arguments of functions and kernels."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def arrays(shapes: dict[str, tuple[int, ...]]) -> dict[str, np.ndarray]:
 
 
 def refusal(call: Callable[..., Any], given: dict[str, Any], kind: Any = ValueError) -> str:
-    """The message of what ``call`` raises, which is one line and not jax's."""
+    """Return the message of what ``call`` raises, which is one line and not jax's."""
     with pytest.raises(kind) as caught:
         jax.eval_shape(lambda: call(**given))
     message = str(caught.value.args[0])
@@ -63,7 +63,7 @@ def refusal(call: Callable[..., Any], given: dict[str, Any], kind: Any = ValueEr
 
 @every_function
 def test_every_array_of_another_size_is_refused_by_name(function: str) -> None:
-    """One axis longer, shorter to one, or missing: whatever cannot be read as broadcasting over leading axes."""
+    """An axis is longer, shortened to one, or missing: whatever cannot be read as broadcasting over leading axes."""
     call, shapes = FUNCTIONS[function]
     jax.eval_shape(lambda: call(**arrays(shapes)))  # as it is, it is taken
     given = arrays(shapes)

@@ -1,4 +1,4 @@
-"""The option single_pass: golden values of its step and of a stack, in functions and in modules, and its refusals."""
+"""Test single_pass: golden values of its step and of a stack, in functions and in modules, and its refusals."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_step(preset: str, precision: bool) -> None:  # noqa: F811
 
 
 def topology_of(kind: str, case: Case) -> residual.ResidualTopology:
-    """The topology of a golden stack."""
+    """Return the topology of a golden stack."""
     n, width = case["states"].shape[-2:]
     options: dict[str, Any] = {"n": n, "sublayers": 6}
     if "option_s" in case:
@@ -71,7 +71,13 @@ def topology_of(kind: str, case: Case) -> residual.ResidualTopology:
     return residual.build(kind, width, rngs=PathKey(jax.random.key(0)), **options)
 
 
-@pytest.mark.parametrize("kind", [*KINDS, *(f"single_pass_{preset}" for preset in PRESETS)])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *(pytest.param(kind, marks=() if kind in ("go_mhc", "shc") else pytest.mark.product) for kind in KINDS),
+        *(f"single_pass_{preset}" for preset in PRESETS),
+    ],
+)
 def test_the_modules_hold_the_stack(kind: str, precision: bool) -> None:  # noqa: F811
     """Six connections with the golden parameters; circulant has the depth whose share, 4 / (2 S), is the golden one."""
     dtype = dtype_of(precision)

@@ -1,4 +1,4 @@
-"""Connections and functions under jax's strict settings, which a program may set for itself: the same bits.
+"""Test connections and functions under jax's strict settings, which a program may set for itself: the same bits.
 
 Maps are float32 where streams are narrower, so nothing here may count on promotion.
 """
@@ -28,6 +28,12 @@ OPTIONS: list[tuple[str, dict[str, Any]]] = [
     ("hc", {"dynamic": False}),
     ("mhc", {"sinkhorn": "deepseek", "init": "v4", "collapse": "head"}),
 ]
+FEW = ("hc", "mhc", "ortho", "gated_residual", "attn_res")  # of those that compute alike, one is fast
+
+
+def fast(chosen: bool) -> Any:
+    """Return the marks of a case: none where `make test` tries it."""
+    return () if chosen else pytest.mark.product
 
 
 @contextlib.contextmanager
@@ -56,7 +62,7 @@ def streams_of(dtype: str) -> jax.Array:
 
 
 def everything(graph: Any, sublayer: Callable[[jax.Array], jax.Array] = jnp.tanh) -> Callable[..., Any]:
-    """Return what computes a network's output, its maps, and the gradients by parameters and input."""
+    """Return a network's output, its maps, and the gradients by parameters and input."""
 
     def loss(state: nnx.State, h: jax.Array) -> tuple[jax.Array, Any]:
         connections = nnx.merge(graph, state)
@@ -86,9 +92,11 @@ def assert_same_bits(strictly: Any, ordinary: Any) -> None:
         pytest.param("float32", marks=pytest.mark.product),
     ],
 )
-@pytest.mark.parametrize(("kind", "options"), OPTIONS)
+@pytest.mark.parametrize(
+    ("kind", "options"), [pytest.param(kind, options, marks=fast(kind in FEW)) for kind, options in OPTIONS]
+)
 def test_a_connection_gives_the_same_bits(kind: str, options: dict[str, Any], dtype: str) -> None:
-    """Outputs, maps, measures and gradients."""
+    """Outputs, maps, measures and gradients have the same bits."""
     graph, state = network(kind, **options)
     h = streams_of(dtype)
     with strict():
@@ -119,9 +127,9 @@ def test_the_reference_takes_narrow_streams(kind: str) -> None:
     assert_same_bits(strictly, ordinary)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [pytest.param(kind, marks=fast(kind in FEW)) for kind in KINDS])
 def test_a_sublayer_may_answer_in_another_dtype(kind: str) -> None:
-    """Streams of bfloat16 with a sublayer that computes in float32, or the other way round."""
+    """Streams of bfloat16 go with a sublayer that computes in float32, and the other way round."""
     graph, state = network(kind)
     for dtype, other in (("bfloat16", "float32"), ("float32", "bfloat16")):
         h = streams_of(dtype)
@@ -131,9 +139,11 @@ def test_a_sublayer_may_answer_in_another_dtype(kind: str) -> None:
         assert out.dtype == dtype
 
 
-@pytest.mark.parametrize("kind", ["hc", "mhc", "mhc_lite", "kromhc", "identity"])
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=fast(kind == "mhc")) for kind in ("hc", "mhc", "mhc_lite", "kromhc", "identity")]
+)
 def test_other_parameters_and_streams_than_float32(kind: str) -> None:
-    """Parameters that somebody has cast, and float64 streams beside float32 parameters: maps are the wider."""
+    """Somebody has cast the parameters, or float64 streams meet float32 parameters: maps get the wider dtype."""
     graph, state = network(kind)
     narrow = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), state)
     with strict():
@@ -145,7 +155,7 @@ def test_other_parameters_and_streams_than_float32(kind: str) -> None:
 
 
 def test_a_network_trains_in_bfloat16() -> None:
-    """The usual step, with Flax's layers: what is updated stays float32. optax's own Adam promotes, so this is SGD."""
+    """The usual step works with Flax's layers, parameters stay float32. optax's own Adam promotes, so this is SGD."""
 
     class Net(nnx.Module):
         def __init__(self, rngs: nnx.Rngs):
@@ -192,7 +202,7 @@ FUNCTIONS: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.product)])
 def test_a_function_gives_the_same_bits(name: str, dtype: str) -> None:
     x = jnp.asarray(np.random.default_rng(0).normal(size=(3, 4, WIDTH)), dtype)
     ordinary = FUNCTIONS[name](x)

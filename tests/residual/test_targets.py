@@ -1,4 +1,4 @@
-"""The choice of kernels: one function under every target, differentiable in every mode under ``reference``."""
+"""Test the choice of kernels: one function under every target, differentiable in every mode under ``reference``."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ every_kind = pytest.mark.parametrize(
 
 
 def two_sublayers(kind: str) -> Any:
-    """A function [*TOKENS, WIDTH] -> [*TOKENS, WIDTH] through two connections whose maps depend on the input."""
+    """Return a function [*TOKENS, WIDTH] -> [*TOKENS, WIDTH] of two connections whose maps depend on the input."""
     inits = kinds.known()[kind].inits
     options: dict[str, Any] = {"init": next((init for init in ("fanin", "equivalent") if init in inits), None)}
     first, second = (HyperConnection(WIDTH, k, kind=kind, rngs=nnx.Rngs(k), sublayers=2, **options) for k in range(2))
@@ -39,14 +39,14 @@ def two_sublayers(kind: str) -> Any:
 
 
 def point() -> tuple[jax.Array, jax.Array, jax.Array]:
-    """A point, a tangent and a cotangent."""
+    """Return a point, a tangent and a cotangent."""
     rng = np.random.default_rng(0)
     return tuple(jnp.asarray(rng.normal(size=(*TOKENS, WIDTH)), jnp.float32) for _ in range(3))  # type: ignore[return-value]
 
 
 @every_kind
 def test_a_target_changes_no_number(kind: str) -> None:
-    """Value and gradient, within what float32 rounds otherwise; and what is compiled already is traced again."""
+    """Values and gradients agree up to float32's rounding, and what is compiled already is traced again."""
     function, (h, _, cotangent) = two_sublayers(kind), point()
     both = jax.jit(lambda h: jax.vjp(function, h)[1](cotangent)[0] + function(h))
     expected = both(h)
@@ -74,7 +74,7 @@ def test_the_reference_is_differentiable_in_forward_mode(kind: str) -> None:
 @pytest.mark.product
 @pytest.mark.parametrize("kind", residual.kinds())
 def test_every_mode_gives_one_derivative(kind: str) -> None:
-    """Jacobians of either mode under the reference; a hessian, forward over reverse, under either target."""
+    """Jacobians of either mode agree under the reference, hessians (forward over reverse) under either target."""
     function, (h, _, cotangent) = two_sublayers(kind), point()
     hessian = jax.jit(jax.hessian(lambda h: jnp.vdot(cotangent, function(h))))
     expected = np.asarray(hessian(h)).reshape(h.size, h.size)
@@ -93,7 +93,7 @@ def test_a_kernel_has_a_hessian_under_the_default() -> None:
 
 
 def test_without_it_the_error_says_what_to_do() -> None:
-    """Where jax raises it while a kernel runs; under jit it comes later, in jax's own words, which the page quotes."""
+    """It does if jax raises it while a kernel runs; under jit the error comes later, in words that the page quotes."""
     function, (h, tangent, _) = two_sublayers("mhc"), point()
     words = r'mhc\.kernels\.project has a backward pass alone: .* within `with mhc\.kernels\.target\("reference"\):`'
     for differentiate in (lambda: jax.jvp(function, (h,), (tangent,)), lambda: jax.jacfwd(function)(h)):
@@ -134,7 +134,7 @@ def test_an_unknown_target_is_refused(name: Any) -> None:
 
 
 def test_a_kernel_that_a_target_lacks_is_the_default_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A later implementation need not have all of them."""
+    """A later implementation need not have all kernels."""
     only_read = types.ModuleType("only_read")
     vars(only_read)["read"] = lambda x, pre: jnp.full(x.shape[:-2] + x.shape[-1:], 7.0)
     monkeypatch.setitem(sys.modules, "only_read", only_read)
@@ -149,7 +149,7 @@ def test_a_kernel_that_a_target_lacks_is_the_default_one(monkeypatch: pytest.Mon
 @pytest.mark.product
 @pytest.mark.parametrize("kind", residual.kinds())
 def test_a_decoder_is_differentiable_in_forward_mode(kind: str) -> None:
-    """Over all parameters: the tangent of a loss is its gradient's product with the direction, recomputed or not."""
+    """Over all parameters the tangent of a loss is its gradient's product with the direction, recomputed or not."""
     config, batch = small(kind, model={"remat": "full"}), {name: jnp.asarray(leaf) for name, leaf in packed(2).items()}
     rng = np.random.default_rng(0)
 

@@ -1,4 +1,4 @@
-"""What HyperConnection refuses, in one line that says where, what came and what was expected."""
+"""Test what HyperConnection refuses, in one line that says where it was, what was given and what was expected."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ OTHERS = ("int8", "int32", "uint32", "bool", "complex64", "float8_e4m3fn")
 
 @pytest.fixture(scope="module", autouse=True)
 def kinds_from_elsewhere() -> Iterator[None]:
-    """Kinds whose states are pytrees, tokens last, or grow with depth."""
+    """Register kinds whose states are pytrees, have tokens last, or grow with depth."""
     with registry_restored():
         for kind, builder in BUILDERS.values():
             residual.register(kind, builder)
@@ -41,7 +41,7 @@ def zeros(*shape: int, dtype: str = "float32") -> jax.ShapeDtypeStruct:
 
 
 def refusal(error: type[Exception], function: Any, *arguments: Any) -> str:
-    """The one line with which a function refuses abstract arguments."""
+    """Return the one line with which a function refuses abstract arguments."""
     with pytest.raises(error) as caught:
         jax.eval_shape(function, *arguments)
     message = str(caught.value.args[0])
@@ -55,7 +55,7 @@ def state_of(connection: HyperConnection, *lead: int, dtype: str = "float32") ->
 
 @every_kind
 def test_what_is_right_is_taken(kind: str) -> None:
-    """Any leading axes, none and empty ones too, and any floats: the state keeps its shape and dtype."""
+    """Any leading axes are accepted, none and empty ones too, and any floats: the state keeps its shape and dtype."""
     connection = connection_of(kind)
     for lead in ((), (3,), (0, 4), (2, 3, 4)):
         for dtype in FLOATS[:3]:
@@ -107,7 +107,7 @@ def test_another_number_of_streams_is_refused(kind: str) -> None:
 
 @every_kind
 def test_arrays_that_would_be_truncated_are_refused(kind: str) -> None:
-    """Integers, bools, complex numbers and floats that jax promotes to nothing: as tokens, as streams, as output."""
+    """As tokens, streams or output, integers, bools, complex numbers and floats without promotion are refused."""
     connection = connection_of(kind)
     state = state_of(connection, *TOKENS)
     for dtype in OTHERS:

@@ -1,4 +1,4 @@
-"""Sizing for a TPU that is not there: command line, collectives of a program and, marked `process`, a real compile."""
+"""Test sizing for a TPU that is not there: command line, collectives of a program and, marked `process`, a compile."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from tpu.slices import Slice
 
 
 def test_collectives_of_a_loop_count_as_often_as_it_runs():
-    """Five rounds of a sum over eight devices of 64 float32, then one gather of 8 x 64."""
+    """The program sums eight devices' 64 float32 in five rounds, then gathers 8 x 64 once."""
     mesh = make_mesh(MeshConfig(data=1, fsdp=8), jax.devices()[:8])
 
     def program(x: jax.Array) -> jax.Array:
@@ -153,7 +153,7 @@ def test_another_end_of_the_compiler_is_no_refusal_of_flags() -> None:
 
 
 def test_a_plan_is_read_when_it_is_whole(tmp_path):
-    """XLA writes while its process is watched."""
+    """It is not read earlier, since XLA writes while its process is watched."""
     (tmp_path / "dump").mkdir()
     start = tmp_path / "dump" / "module_0001.jit__step.cl_1.after_optimizations"
     program = "%f (x: f32[]) -> f32[] {\n  ROOT %x = f32[] parameter(0)\n}\n\nENTRY %main () -> f32[] {\n"
@@ -225,7 +225,7 @@ def test_meshes_that_are_tried_use_every_chip_and_share_the_batch():
     "mesh", [{"fsdp": 8}, {"fsdp": 2, "tensor": 2}, {"fsdp": 2, "expert": 2, "tensor": 2}], ids=str
 )
 def test_what_a_layout_determines_is_what_arrays_take(mesh):
-    """Against the shards of the arrays' own shardings."""
+    """They are the sizes of the shards of the arrays' own shardings."""
     config = small("mhc", moe={"experts": 4}, train={"batch_size": 64}, mesh={"data": 1, **mesh})
     trainer = Trainer(config, make_mesh(config.mesh, jax.devices()[: math.prod(mesh.values())]))
     for part, found in (("params", "parameters"), ("opt_state", "optimizer")):
@@ -235,7 +235,7 @@ def test_what_a_layout_determines_is_what_arrays_take(mesh):
 
 
 def test_streams_between_the_passes():
-    """Rows a device x T x N x D x bytes, before each group of blocks: all of 4 blocks, or every third."""
+    """They are rows a device x T x N x D x bytes, before each group of blocks: of all 4 blocks, or of every third."""
     sizes = {"layers": 4, "width": 16}
     config = small("mhc", model=sizes, train={"batch_size": 64}, mesh={"data": 1, "fsdp": 4})
     numbers = config.data.sequence_length * 4 * 16
@@ -293,7 +293,7 @@ REPORT = {
 
 
 def test_a_table_of_reports(tmp_path, capsys):
-    """A search leaves a list, whose last report counts; kinds of collectives that nobody uses are left out."""
+    """The last report of a search's list counts; kinds of collectives that nobody uses are left out."""
     (tmp_path / "a.json").write_text(json.dumps([{}, REPORT]))
     (tmp_path / "b.json").write_text(json.dumps({**REPORT, "collectives": {}}))
     table.main([str(tmp_path / "a.json"), str(tmp_path / "b.json")])

@@ -1,4 +1,4 @@
-"""The scripts that create slices and run there: what they would run, and what they make of the answers.
+"""Test the scripts that create slices and run there: what they would run, and what they make of the answers.
 
 No test can reach a cloud, whatever a script does: its PATH has chosen tools alone, where gcloud and kubectl are stubs.
 """
@@ -83,7 +83,7 @@ esac
 
 @dataclasses.dataclass
 class World:
-    """A copy of the scripts in a git repository of their own, a PATH, and a home folder."""
+    """Holds a copy of the scripts in a git repository of their own, a PATH, and a home folder."""
 
     repository: Path
     commit: str
@@ -103,19 +103,19 @@ class World:
         return subprocess.CompletedProcess(done.args, done.returncode, done.stdout.decode(), done.stderr.decode())
 
     def dry(self, script: str, *arguments: str) -> list[str]:
-        """The lines of a dry run."""
+        """Return the lines of a dry run."""
         done = self.run(script, *arguments, "--dry_run")
         assert (done.returncode, done.stderr) == (0, "")
         assert done.stdout.endswith("\n")
         return done.stdout[:-1].split("\n")
 
     def answers(self, **files: str) -> None:
-        """What the stubs answer: words by file, one a call."""
+        """Set what the stubs answer: words by file, one a call."""
         for name, words in files.items():
             (self.stub / name).write_text("".join(f"{word}\n" for word in words.split("|")))
 
     def calls(self, *wanted: str) -> list[str]:
-        """What the stubs were called with, shortened to the first of the wanted words in it, without the others."""
+        """Return the stubs' calls, each shortened to the first of the wanted words in it, without the others."""
         lines = (self.stub / "calls").read_text().splitlines() if (self.stub / "calls").exists() else []
         found = (next((word for word in wanted if f" {word} " in f"{line} "), None) for line in lines)
         return [word for word in found if word is not None]
@@ -123,7 +123,7 @@ class World:
 
 @pytest.fixture(scope="module")
 def repository(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """The scripts, a config and a commit of both."""
+    """Return a repository of the scripts and a config, and its commit."""
     folder = tmp_path_factory.mktemp("project")
     (folder / "tpu").mkdir()
     for path in TPU.glob("*.sh"):
@@ -141,7 +141,7 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
 
 
 def make_world(repository: tuple[Path, str], folder: Path) -> World:
-    """A world with nothing in its home folder."""
+    """Return a world with nothing in its home folder."""
     tools, stub, home = folder / "bin", folder / "stub", folder / "home"
     for made in (tools, stub, home, folder / "tmp"):
         made.mkdir()
@@ -167,13 +167,13 @@ def make_world(repository: tuple[Path, str], folder: Path) -> World:
 
 @pytest.fixture
 def world(repository: tuple[Path, str], tmp_path: Path) -> World:
-    """A world of one test."""
+    """Return a world of one test."""
     return make_world(repository, tmp_path)
 
 
 @pytest.fixture(scope="module")
 def still(repository: tuple[Path, str], tmp_path_factory: pytest.TempPathFactory) -> World:
-    """A world for tests that change nothing in it."""
+    """Return a world for tests that change nothing in it."""
     return make_world(repository, tmp_path_factory.mktemp("still"))
 
 
@@ -560,7 +560,7 @@ def test_what_would_only_come_again_is_not_started_again(case: str, world: World
 
 
 def test_a_run_that_only_stopped_is_started_again(world: World) -> None:
-    """Saved on a SIGTERM that nobody asked for: the preemption comes later, or never."""
+    """It was saved on a SIGTERM that nobody asked for: the preemption comes later, or never."""
     world.answers(
         states="READY|READY|READY|READY|PREEMPTED|ABSENT|READY|READY",
         workers="empty|ended KEY 0|ended KEY 0|ended KEY 0|empty|ended KEY 0",
@@ -695,7 +695,7 @@ def test_what_may_be_granted_later_is_asked_again(said: str, world: World) -> No
 
 
 def test_overrides_are_checked_before_a_slice_is_created(world: World) -> None:
-    """As the commit's train.py reads them: names, and what does not go together."""
+    """The commit's train.py reads them: names, and what does not go together."""
     tool = Path(world.environment["PATH"]) / "python3"
     tool.write_text(f'#!/usr/bin/env bash\nexec "{sys.executable}" "$@"\n')
     tool.chmod(0o755)
@@ -722,7 +722,7 @@ def test_the_slice_is_deleted_at_the_end_if_wanted(said: str, code: int, world: 
 
 
 class Worker:
-    """A worker: worker.sh with a home folder, reached like gcloud's ssh does, by a line of shell."""
+    """Runs worker.sh with a home folder, reached by a line of shell as through gcloud's ssh."""
 
     def __init__(self, world: World):
         self.home = Path(world.environment["HOME"])
@@ -732,7 +732,7 @@ class Worker:
         self.environment = world.environment
 
     def ssh(self, line: str) -> str:
-        """What a line prints, both outputs together."""
+        """Return what a line prints, both outputs together."""
         done = subprocess.run(
             ["bash", "-c", line], cwd=self.home, env=self.environment, capture_output=True, text=True, timeout=60
         )
@@ -747,22 +747,22 @@ class Worker:
         return self.ssh(f"bash mhc/src/tpu/worker.sh {verb}")
 
     def settled(self) -> str:
-        """The status, once nothing runs."""
+        """Return the status, once nothing runs."""
         return until(lambda: None if (said := self("status")).startswith("running") else said)
 
     def processes(self) -> tuple[int, int]:
-        """Those of the command, once it has said that it is ready, and of its supervisor."""
+        """Return the processes of the command, once it has said that it is ready, and of its supervisor."""
         file = self.state / "pid"  # it is there before its text is
         pid = int(until(lambda: (file.read_text() or None) if "\nready\n" in self.log() and file.exists() else None))
         return pid, int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
     def log(self) -> str:
-        """All that the command and the supervisor printed."""
+        """Return all that the command and the supervisor printed."""
         return (self.state / "log").read_text()
 
 
 def until(look: Any) -> Any:
-    """What ``look`` finds, as soon as it does."""
+    """Return what ``look`` finds, as soon as it finds something."""
     for _ in range(500):
         if (found := look()) is not None:
             return found
@@ -772,7 +772,7 @@ def until(look: Any) -> Any:
 
 @pytest.fixture
 def worker(world: World) -> Worker:
-    """A worker with the project."""
+    """Return a worker with the project."""
     return Worker(world)
 
 
@@ -856,7 +856,7 @@ def test_a_command_that_outlives_its_supervisor_holds_the_worker(worker: Worker)
 
 
 def test_overrides_reach_the_command(world: World, worker: Worker) -> None:
-    """From start.sh's arguments to those of the process on the worker."""
+    """They pass from start.sh's arguments to those of the process on the worker."""
     tools = Path(world.environment["PATH"])
     (tools / "python").write_text('#!/usr/bin/env bash\nprintf \'%s\\0\' "$@" >"$HOME/arguments"\n')
     (tools / "python").chmod(0o755)
@@ -880,13 +880,13 @@ def test_code_is_not_replaced_under_a_run(world: World, worker: Worker) -> None:
 
 
 def pod(manifest: Mapping[str, Any]) -> dict[str, Any]:
-    """The pod of the one kind of job."""
+    """Return the pod of the one kind of job."""
     (job,) = manifest["spec"]["replicatedJobs"]
     return job["template"]["spec"]["template"]["spec"]
 
 
 def manifest(world: World, *arguments: str) -> dict[str, Any]:
-    """A manifest, read."""
+    """Return a manifest, parsed."""
     done = world.run("gke_manifest.sh", "--name=run", "--image=i:1", *RUN, *arguments)
     assert (done.returncode, done.stderr) == (0, "")
     return yaml.safe_load(done.stdout)

@@ -1,4 +1,4 @@
-"""A checkpoint that was damaged: one line that says what, and how to go on from another."""
+"""Test a damaged checkpoint: one line says what is damaged, and how to go on from another."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ HARMS: dict[str, Callable[[bytes], bytes | None]] = {
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run with checkpoints of steps 4, 8 and 12."""
+    """Return a run with checkpoints of steps 4, 8 and 12."""
     folder = tmp_path_factory.mktemp("made")
     corpus = write_corpus(folder / "texts")
     assert run(config(corpus, "plain", checkpoint={"keep": 3}), folder / "run") == 0

@@ -1,4 +1,4 @@
-"""The chunked cross-entropy: equal to the whole one, with z-loss and softcap, on one device and over a mesh."""
+"""Test the chunked cross-entropy: equal to the whole one, with z-loss and softcap, on one device and over a mesh."""
 
 from __future__ import annotations
 
@@ -63,20 +63,20 @@ def assert_equal(one: tuple[LossSums, Any], other: tuple[LossSums, Any]) -> None
 @pytest.mark.parametrize("head", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize("chunk", [1, 4])
 def test_chunks_change_nothing(head, chunk):
-    """Values and gradients, of h and of the head, 1e-6 of the largest."""
+    """Values and gradients, by h and by the head, agree to 1e-6 of the largest."""
     assert_equal(sums_and_gradients(config_of({**head, "chunk": chunk})), sums_and_gradients(config_of(head)))
 
 
 @pytest.mark.parametrize("head", OPTIONS.values(), ids=OPTIONS)
 def test_a_mesh_changes_nothing(head):
-    """Rows over data and fsdp, and a vocabulary that tensor does not divide."""
+    """Rows are split over data and fsdp, and tensor does not divide the vocabulary."""
     config = config_of({**head, "chunk": 4}, mesh={"fsdp": 2, "tensor": 2})
     mesh = make_mesh(config.mesh, jax.devices()[:8])
     assert_equal(sums_and_gradients(config, mesh), sums_and_gradients(config_of(head)))
 
 
 def test_the_whole_loss_by_its_definition():
-    """In float64: sums of log_z - logit, of log_z and its square over the weighted targets."""
+    """In float64 it equals the sums of log_z - logit, of log_z and of its square over the weighted targets."""
     config = config_of({"z_loss": 0.5})
     h, targets, weights = inputs()
     params = DecoderDefinition(config).init(jax.random.key(0))
@@ -102,7 +102,7 @@ def test_the_chunk_keeps_to_what_a_device_may_hold():
 
 
 def test_the_logits_of_a_batch_are_never_held():
-    """Temporaries of the compiled gradient, against the full logits' bytes: under a tenth."""
+    """The temporaries of the compiled gradient are under a tenth of the full logits' bytes."""
     config = small(
         head={"chunk": 8}, model={"layers": 1, "width": 16, "vocab_size": 8192}, data={"sequence_length": 256}
     )

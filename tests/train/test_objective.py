@@ -1,4 +1,4 @@
-"""What the objective and the step do beyond cross-entropy: z-loss, prefixes, scales of norms that no gradient moves."""
+"""Test what the objective and the step do beyond cross-entropy: z-loss, prefixes, norm scales without a gradient."""
 
 from __future__ import annotations
 

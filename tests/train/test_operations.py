@@ -1,4 +1,4 @@
-"""What a run says of itself while it runs: where its time goes, what it printed, and that it hangs."""
+"""Test what a run reports of itself while it runs: where its time goes, what it printed, and that it hangs."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.usefixtures("compiled_once")
 
 @pytest.fixture(scope="module")
 def reference(corpus: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An undisturbed run of 12 steps. Not to be changed."""
+    """Return an undisturbed run of 12 steps, which tests must not change."""
     folder = tmp_path_factory.mktemp("reference") / "run"
     assert run(config(corpus, "plain"), folder) == 0
     return folder
@@ -143,7 +143,7 @@ def test_a_run_of_an_older_version_goes_on(corpus, reference, tmp_path):
 
 
 def test_a_source_that_stalls_is_reported_in_time_and_accounted_for(corpus, reference, tmp_path, monkeypatch, capfd):
-    """A document whose text comes late. Batches that a thread has ready would make the wait shorter: there are none."""
+    """A document's text comes late, and no batches are made ahead, which would shorten the wait."""
     made = config(corpus, "plain", watchdog={"seconds": 0.5}, data={"prefetch": 0})
     source = type(encoding.open_corpus(made.data, load("bytes"), "train"))
     read, write, folder = source.__getitem__, Record.step, tmp_path / "run"
@@ -183,7 +183,7 @@ def test_a_source_that_stalls_is_reported_in_time_and_accounted_for(corpus, refe
 
 @pytest.mark.process
 def test_a_run_that_hangs_is_ended_where_that_is_wanted(corpus, reference, tmp_path):
-    """In a process of its own, whose validation never ends; the same command goes on from the last checkpoint."""
+    """In a process of its own the validation never ends; the same command goes on from the last checkpoint."""
     fields = tiny(corpus, "plain", watchdog={"seconds": 1.0, "compile_seconds": 60.0, "abort": True})
     program = (
         "import sys, time; from pathlib import Path; from mhc.train import run as runs\n"

@@ -1,4 +1,4 @@
-"""Parameter groups by path, weight decay, and the optimisers: what each does to which leaf."""
+"""Test parameter groups by path, weight decay, and the optimisers: what each does to which leaf."""
 
 from __future__ import annotations
 
@@ -35,6 +35,9 @@ MAPS = {
     "plain": (),
     "hc": ("w_pre", "w_post", "w_res", "alpha", "b_pre", "b_post", "b_res"),
     **dict.fromkeys(("mhc", "mhc_lite", "kromhc", "identity"), ("phi", "alpha", "bias")),
+    **dict.fromkeys(("go_mhc", "iso", "ortho", "circulant"), ("phi", "alpha", "bias")),
+    "tbp_mhc": ("phi", "alpha", "bias", "delta"),
+    "shc": ("phi", "alpha", "bias", "gamma"),
 }
 MAPS |= {
     "frac": ("w_read", "w_post", "w_res", "alpha", "b_read", "b_post", "b_res"),
@@ -108,7 +111,7 @@ def test_no_rule_shadows_another():
 
 
 @pytest.mark.parametrize(
-    "path", ["blocks/attention/core/bias", "blocks/mlp/core/query", "blocks/attention_residual/gamma", "table", ""]
+    "path", ["blocks/attention/core/bias", "blocks/mlp/core/query", "blocks/attention_residual/gain", "table", ""]
 )
 def test_an_unknown_path_is_an_error(path):
     with pytest.raises(ValueError, match=path or "covers"):
@@ -209,8 +212,10 @@ def test_muon_takes_matrices_and_phi_and_leaves_the_rest_to_adam():
 
 
 def test_muon_treats_each_layer_s_matrix_alone():
-    """The update of a stacked leaf is the stack of the layers' updates, also where one layer's gradient is a thousand
-    times larger: one norm over both would stop the smaller."""
+    """The update of a stacked leaf is the stack of the layers' updates.
+
+    This holds also where one layer's gradient is a thousand times larger: one norm over both would stop the smaller.
+    """
     config = small("mhc", optimizer={"name": "muon", "weight_decay": 0.0})
     alone = with_fields(config, model={"layers": 1})
     params, grads = random_params(config), random_params(config, seed=2)

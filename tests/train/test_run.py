@@ -1,4 +1,4 @@
-"""Runs in this process: resumed bit for bit, left alone when finished, refused when changed, repaired when torn."""
+"""Test runs in this process: resumed bit for bit, left alone when finished, refused if changed, repaired if torn."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ pytestmark = pytest.mark.usefixtures("compiled_once")
 
 @pytest.fixture(scope="module")
 def reference(corpus: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An undisturbed run of 12 steps. Not to be changed: copy it."""
+    """Return an undisturbed run of 12 steps; tests must not change it, but copy it."""
     folder = tmp_path_factory.mktemp("reference") / "run"
     assert run(config(corpus), folder) == 0
     return folder
@@ -46,7 +46,7 @@ def reference(corpus: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def finished(reference: Path, tmp_path: Path) -> Path:
-    """A copy of the undisturbed run."""
+    """Return a copy of the undisturbed run."""
     return Path(shutil.copytree(reference, tmp_path / "finished"))
 
 
@@ -55,7 +55,7 @@ class Crash(Exception):
 
 
 def crash_at(step: int, patch: pytest.MonkeyPatch) -> None:
-    """The run dies where the metrics of `step` would be written."""
+    """Let the run die where the metrics of `step` would be written."""
     write = Record.step
 
     def step_or_crash(self: Record, at: int, *args: Any, **kwargs: Any) -> Any:
@@ -112,7 +112,7 @@ def test_gains_of_the_checkpoints_equal_the_logged_ones(reference):
 
 
 def test_the_restored_model_has_the_saved_loss(reference):
-    """The validation loss of the last checkpoint is the logged one, exactly; load_run gives its parameters."""
+    """The validation loss of the last checkpoint is exactly the logged one; load_run gives its parameters."""
     made = read_json(reference / "config.json")
     step, state, _ = final_state(reference)
     logged = [record for record in read_jsonl(reference / "metrics.jsonl") if record["step"] == step]
@@ -134,7 +134,7 @@ def test_the_restored_model_has_the_saved_loss(reference):
 
 @pytest.mark.parametrize("step", [pytest.param(1, marks=pytest.mark.product), 12])
 def test_a_crashed_run_continues_bit_for_bit(step, corpus, reference, tmp_path):
-    """Before the first checkpoint and at the last step; between them: the next test."""
+    """It crashes before the first checkpoint and at the last step; the next test crashes between them."""
     interrupted(config(corpus), tmp_path / "run", step)
     assert run(config(corpus), tmp_path / "run") == 0
     assert_equal_runs(tmp_path / "run", reference)
@@ -179,7 +179,7 @@ def test_a_signal_stops_after_the_step_in_hand_and_saves(number, corpus, referen
     ],
 )
 def test_a_signal_at_any_moment_loses_nothing(moment, corpus, reference, tmp_path, monkeypatch):
-    """While the run validates or probes, and while a checkpoint is being written behind it."""
+    """The signal comes while the run validates or probes, and while a checkpoint is being written behind it."""
     folder, saving = tmp_path / "run", []
     owner, name, at = {
         "validation": (Opened, "validate", 6),
@@ -224,7 +224,7 @@ def test_a_signal_before_the_first_step_is_heard(corpus, reference, tmp_path, mo
 
 
 def test_batches_go_on_where_they_stopped(corpus, tmp_path, monkeypatch):
-    """The order of the data: every batch that reaches the step, over a crash and a resume, against one iterator."""
+    """Every batch that reaches the step, over a crash and a resume, is the one of an undisturbed iterator."""
     made = config(corpus)
     seen: list[np.ndarray] = []
     put = runs.put_batch
@@ -278,7 +278,7 @@ def test_an_uncommitted_checkpoint_is_not_seen(corpus, reference, tmp_path):
 
 @pytest.mark.parametrize("steps", [12, 8])
 def test_a_finished_run_is_left_alone(steps, corpus, finished, capsys):
-    """Also with TensorBoard on, whose writer makes a file when it is opened, and where fewer steps are asked for."""
+    """It is so with TensorBoard on, whose writer makes a file when it opens, and where fewer steps are asked for."""
     before = snapshot(finished)
     assert run(config(corpus, train={"steps": steps}, monitor={"tensorboard": True}), finished) == 0
     assert snapshot(finished) == before

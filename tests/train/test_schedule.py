@@ -1,4 +1,4 @@
-"""Learning rates at the edges of every schedule."""
+"""Test learning rates at the edges of every schedule."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ def config(kind: str, warmup: int = WARMUP, steps: int = STEPS, **schedule: obje
 
 
 def rates(made: Config, count: int) -> np.ndarray:
-    """Rates of the updates 1 .. count."""
+    """Return the rates of the updates 1 .. count."""
     return np.asarray(learning_rate(made, jnp.arange(count)), np.float64)
 
 
 def expected(kind: str, step: int) -> float:
-    """The rate of update `step` of `config(kind)`, 1-based, from the definitions."""
+    """Return the rate of update `step` of `config(kind)`, 1-based, from the definitions."""
     if step < WARMUP:
         return PEAK * step / WARMUP
     progress = min((step - WARMUP) / (STEPS - WARMUP), 1.0)
@@ -47,7 +47,7 @@ def expected(kind: str, step: int) -> float:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_step(kind):
-    """Among them the first, warm-up − 1, warm-up, warm-up + 1, the last, and those past the last."""
+    """The steps include the first, warm-up − 1, warm-up, warm-up + 1, the last, and those past the last."""
     np.testing.assert_allclose(
         rates(config(kind), STEPS + 5), [expected(kind, step) for step in range(1, STEPS + 6)], rtol=1e-6
     )
@@ -91,7 +91,7 @@ def test_scalars_and_arrays_agree_and_are_float32():
 
 @pytest.mark.parametrize("shape", ["linear", "sqrt"])
 def test_a_decay_of_given_steps_and_shape(shape: str) -> None:
-    """Stable up to the first step of the decay; at zero in the last."""
+    """The rate is stable up to the first step of the decay, and zero in the last."""
     got = rates(config("wsd", wsd_steps=4, wsd_shape=shape, final_ratio=0.0), STEPS + 2) / PEAK
     done = np.arange(1, 5) / 4
     decay = 1 - (np.sqrt(done) if shape == "sqrt" else done)
@@ -99,7 +99,7 @@ def test_a_decay_of_given_steps_and_shape(shape: str) -> None:
 
 
 def test_a_branch_enters_the_schedule_where_its_source_left_it() -> None:
-    """None of decay_steps is the last step of the branch, counted from the source's first."""
+    """A decay_steps of None is the last step of the branch, counted from the source's first."""
     taken = {"init_from": "runs/stable@100", "init_optimizer": True, "steps": 20}
     made = small(train=taken, optimizer={"lr": PEAK}, schedule={"kind": "wsd", "wsd_steps": 10, "final_ratio": 0.0})
     assert made.decay_steps == 120

@@ -1,4 +1,4 @@
-"""The names that a trace shows: every part of a block is told apart in the compiled step, and nothing else changes."""
+"""Test the names that a trace shows: each part of a block is told apart in the compiled step, and no result changes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ENDS = {"embed", "logits", "loss"}
 
 @pytest.fixture(autouse=True)
 def programs_cached_by_their_names_too() -> Iterator[None]:
-    """A stored program has the names of the code that compiled it; the default key does not tell programs by them."""
+    """Let the cache tell programs by their names too: a stored one has the names of the code that compiled it."""
     name = "jax_compilation_cache_include_metadata_in_key"
     before = getattr(jax.config, name)
     jax.config.update(name, True)
@@ -31,14 +31,14 @@ def programs_cached_by_their_names_too() -> Iterator[None]:
 
 
 def lowered(made: Trainer) -> Any:
-    """The step, traced and not yet compiled."""
+    """Return the step, traced and not yet compiled."""
     batch = {name: jax.ShapeDtypeStruct(array.shape, array.dtype) for name, array in packed(8).items()}
     step: Any = made.step
     return step.lower(made.abstract, batch)
 
 
 def scopes(text: str, *, backward: bool = False) -> set[str]:
-    """The scopes by which operations of a compiled program are named, all of them or those of the backward pass."""
+    """Return the scopes by which operations of a compiled program are named: all, or those of the backward pass."""
     paths = re.findall(r'op_name="(jit[^"]*/[^"]*)"', text)  # arguments have names too, and no paths
     return {part for path in paths if not backward or "transpose(" in path for part in re.findall(r"[a-z_]+", path)}
 

@@ -1,4 +1,4 @@
-"""Where a run stands: what is stored is what is read, also from checkpoints of older versions."""
+"""Test the standing of a run: what is stored is what is read, also from checkpoints of older versions."""
 
 from __future__ import annotations
 

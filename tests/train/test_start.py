@@ -1,4 +1,4 @@
-"""train.init_from: a run begins with another's weights, with another residual too."""
+"""Test train.init_from: a run begins with another's weights, with another residual too."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def plain(corpus: str) -> Path:
-    """A plain run of four steps, checkpoints at 2 and 4."""
+    """Return a plain run of four steps, with checkpoints at 2 and 4."""
     run = Path(corpus.removeprefix("text:")).parent.parent / "plain"
     assert small_runs.run(config(corpus, "plain"), run) == 0
     return run
@@ -55,7 +55,7 @@ def config(corpus: str, kind: str, **groups: dict[str, Any]) -> Any:
 
 
 def opened(made: Any, folder: Path) -> Setup:
-    """What a run works on, checked; the run is not begun."""
+    """Return the checked setup of a run, which is not begun."""
     setup = Setup(made, folder, devices=jax.devices()[:1])
     setup.data.close()
     return setup
@@ -272,20 +272,20 @@ BRANCH: dict[str, Any] = {"init_from": "@2", "init_optimizer": True, "init_data"
 
 
 def with_source(made: Any, run: Path) -> Any:
-    """``made`` with a folder before its @step."""
+    """Return ``made`` with a folder before its @step."""
     return dataclasses.replace(made, train=dataclasses.replace(made.train, init_from=f"{run}{made.train.init_from}"))
 
 
 @pytest.fixture(scope="module")
 def stable(corpus: str) -> Path:
-    """A plain run of four steps at a constant rate, checkpoints at 2 and 4."""
+    """Return a plain run of four steps at a constant rate, with checkpoints at 2 and 4."""
     run = Path(corpus.removeprefix("text:")).parent.parent / "stable"
     assert small_runs.run(config(corpus, "plain", **STABLE), run) == 0
     return run
 
 
 def test_a_branch_begins_as_the_stable_run_went_on_but_for_the_rate(corpus: str, stable: Path, tmp_path: Path) -> None:
-    """Bit for bit: the loss and gradient of its first step, with the rate on its way down."""
+    """Loss and gradient of its first step are equal bit for bit, while the rate is on its way down."""
     decay = {"kind": "wsd", "wsd_steps": 2, "final_ratio": 0.0, "decay_steps": None}
     made = config(corpus, "plain", schedule=STABLE["schedule"] | decay, train=BRANCH)
     assert small_runs.run(with_source(made, stable), tmp_path / "x") == 0
@@ -306,7 +306,7 @@ def test_under_the_same_schedule_a_branch_is_the_stable_run(corpus: str, stable:
 
 
 def test_what_may_not_be_meant_is_said(corpus: str, stable: Path, tmp_path: Path) -> None:
-    """A decay that began before the branch, ids that the weights were not learned for."""
+    """A line tells of a decay that began before the branch, and of ids that the weights were not learned for."""
 
     def notes(tokenizer: str, positions: dict[str, Any] | None = None, **train: Any) -> list[str]:
         schedule = {"kind": "wsd", "wsd_steps": train["steps"] + 1, "decay_steps": None}
@@ -411,7 +411,7 @@ def test_weights_alone_have_no_place_in_the_data(corpus: str, tmp_path: Path) ->
 
 
 def test_a_schedule_that_is_over_where_it_is_entered_is_refused(corpus: str, stable: Path, tmp_path: Path) -> None:
-    """Without @STEP nothing says where a decay would end that is not given."""
+    """Without @STEP nothing says where a decay that is not given would end."""
     train = {"init_from": str(stable), "init_optimizer": True, "steps": 4}
     falling = {"kind": "cosine", "decay_steps": None}
     with pytest.raises(UserError, match=r"schedule\.decay_steps: given 4, allowed: above 4, where .*RUN@STEP"):

@@ -1,4 +1,4 @@
-"""The compiled step: accumulation, devices, non-finite values, what is measured and what leaves no trace."""
+"""Test the compiled step: accumulation, devices, non-finite values, what is measured and what leaves no trace."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ KINDS = ("plain", "hc", "mhc")
 
 
 def start(made: Trainer) -> Any:
-    """The state before the first step. Not compiled, but for the tests of the initialiser: that takes a second each."""
+    """Return the state before the first step. Only tests of the initialiser compile it, which takes a second each."""
     return jax.device_put(made._init(jax.random.key(0)), made.layout)
 
 
 def train(made: Trainer, batches: list[dict[str, Any]]) -> tuple[Any, list[dict[str, Any]]]:
-    """(state after one step a batch, metrics of each). Waits for every step: CPU devices deadlock on many at once."""
+    """Return (state after one step a batch, metrics of each). It waits for every step: CPU devices deadlock on many."""
     state = start(made)
     seen = []
     for batch in batches:
@@ -43,7 +43,7 @@ STEPS = 20
 
 @pytest.fixture(scope="module")
 def accumulated() -> tuple[tuple[Any, Any, list[Any]], tuple[Any, Any, list[Any]]]:
-    """(gradients of the first batch, state after 20 steps, metrics) of 32 rows at once and of 4 times 8.
+    """Return (gradients of the first batch, state after 20 steps, metrics) of 32 rows at once and of 4 times 8.
 
     SGD whose momentum starts at 0: after the first step the momentum is the gradient. Rows are padded to unequal
     lengths, one is nothing but padding, so that micro-batches have unequal numbers of targets.
@@ -89,7 +89,7 @@ def trainer_params() -> Any:
 
 
 def test_the_loss_is_the_mean_over_valid_targets():
-    """Padding rows weigh nothing: with them and without, one number."""
+    """Padding rows weigh nothing: the loss is the same with and without them."""
     made = trainer(small("plain"))
     batch = packed(8, padding=True)
     loss = float(train(made, [batch])[1][0]["loss"])
@@ -146,7 +146,7 @@ def test_the_state_is_donated():
 
 
 def test_metrics():
-    """The numbers of one step against its definition: rate, norms, cross-entropy at init."""
+    """The numbers of one step equal their definitions: rate, norms, cross-entropy at init."""
     made = trainer(small("plain"))
     before = jax.device_get(start(made).params)
     state, (metrics,) = train(made, [packed(8)])
@@ -178,19 +178,19 @@ def test_clipping_scales_the_gradient_to_the_largest_norm():
 
 
 def nan_weight(state: Any, batch: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """A loss that is NaN."""
+    """Return a loss that is NaN."""
     weights = batch["weights"].copy()
     weights[0, 0] = np.nan
     return state, {**batch, "weights": weights}
 
 
 def infinite_logit(state: Any, batch: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """A loss that overflows to infinity, or to NaN in the logsumexp."""
+    """Return a loss that overflows to infinity, or to NaN in the logsumexp."""
     return scaled_norm(state, 3e38), batch
 
 
 def infinite_gradient(state: Any, batch: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """A finite loss whose gradient's square overflows."""
+    """Return a finite loss whose gradient's square overflows."""
     return scaled_norm(state, 1e25), batch
 
 
@@ -229,7 +229,7 @@ def test_a_step_that_is_not_finite_changes_no_parameter_and_no_moment(fault):
 
 
 def lowered(config: Config, made: Trainer | None = None) -> tuple[str, Any]:
-    """(HLO text of the step, shapes of its outputs)."""
+    """Return (HLO text of the step, shapes of its outputs)."""
     made = made or trainer(config)
     batch = {name: jax.ShapeDtypeStruct(array.shape, array.dtype) for name, array in packed(8).items()}
     step: Any = made.step

@@ -1,4 +1,4 @@
-"""Transfers between host and devices that the loop does not mean, and the names that a trace of a run shows."""
+"""Test that the loop makes no unintended transfers between host and devices, and names the parts that a trace shows."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.small_runs import assert_equal_runs, config, run
 def test_a_transfer_that_is_not_meant_stops_the_run(
     moment: str, corpus: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Wherever it hides in the loop; that runs with probes, validation and checkpoints pass is what all others test."""
+    """It does so wherever the transfer hides in the loop; all other tests show that runs pass with all their parts."""
     original = getattr(Opened, moment)
 
     def careless(self: Opened, *arguments: Any, **named: Any) -> Any:
@@ -33,7 +33,7 @@ def test_a_transfer_that_is_not_meant_stops_the_run(
 
 
 def test_a_run_over_eight_devices_means_every_transfer(corpus: str, tmp_path: Path) -> None:
-    """With all that a run does at a step: probes, validation, checkpoints, a mixture's sources, an alarm."""
+    """The run does all that a run does at a step: probes, validation, checkpoints, a mixture's sources, an alarm."""
     guard = {"on_spike": "clip", "zclip_warmup": 2}
     mixture = {"source": f"mix:a=1*{corpus};b=1*{corpus}"}
     mesh, train, model = {"data": 2, "fsdp": 4}, {"steps": 5}, {"layers": 1}

@@ -1,4 +1,4 @@
-"""The validation loss: weighted by tokens, over the whole set, whatever the size of its batches."""
+"""Test the validation loss: weighted by tokens, over the whole set, whatever the size of its batches."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_it_does_not_depend_on_the_batch_size(documents):
 
 
 def test_a_mean_of_batch_means_would_be_another_number(documents):
-    """Or the tests above would pass with it too: the last batch is padded."""
+    """The last batch is padded, so the two numbers differ; otherwise the tests above would pass with either."""
     config, _ = documents
     params, made = random_params(config), trainer(config)
     batches = list(pipeline.validation_batches(config.data, load("bytes"), batch_size=2, batches=0))

@@ -1,4 +1,4 @@
-"""Made the witnesses, once: see README.md. It refuses to make them again."""
+"""Make the witnesses, which was done once: see README.md. It refuses to make them again."""
 
 from __future__ import annotations
 

@@ -27,6 +27,7 @@ class Checkpoint(NamedTuple):
     steps: tuple[int, ...]  # whose weights were averaged, ascending
     params: Params
     mesh: Mesh
+    run: remote.Folder | None = None  # that keeps it; None: none does
 
     @property
     def definition(self) -> DecoderDefinition:
@@ -114,7 +115,30 @@ def load(
     if average > 1:
         total = jax.jit(lambda tree: jax.tree.map(lambda leaf: leaf / average, tree), donate_argnums=0)(total)
     which = f"step {steps[0]}" if average == 1 else f"mean of steps {', '.join(map(str, steps))}"
-    return Checkpoint(f"{run}, {which}", config, tuple(steps), total, mesh)
+    return Checkpoint(f"{run}, {which}", config, tuple(steps), total, mesh, run)
+
+
+def steps_until(checkpoint: Checkpoint) -> list[int]:
+    """Return the steps of the checkpoints that a run keeps, ascending; the last is that of the given one."""
+    from mhc.train.checkpoint import committed_steps
+
+    last = checkpoint.steps[-1]
+    earlier = [] if checkpoint.run is None else [step for step in committed_steps(checkpoint.run) if step < last]
+    return [*earlier, last]
+
+
+def at_step(checkpoint: Checkpoint, step: int) -> Checkpoint:
+    """Return the model as its run left it at another step, laid out as the given one. Raises UserError as ``load``."""
+    from mhc.sharding import shardings
+    from mhc.train.checkpoint import restore_parts
+
+    if (step,) == checkpoint.steps:
+        return checkpoint
+    if checkpoint.run is None:
+        raise UserError(f"{checkpoint.name}: no run keeps other steps of it")
+    abstract = {"params": checkpoint.definition.abstract()}
+    params = restore_parts(checkpoint.run, step, abstract, shardings(abstract, checkpoint.mesh))["params"]
+    return checkpoint._replace(name=f"{checkpoint.run}, step {step}", steps=(step,), params=params)
 
 
 def _rows_on_one_axis(mesh: Mesh) -> Mesh:

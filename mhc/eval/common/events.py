@@ -1,4 +1,4 @@
-"""Say what an event of events.jsonl means: the one reading that comparisons of runs share."""
+"""Interpret events of events.jsonl, in the same way for all comparisons of runs."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def flags_loss(event: Mapping[str, Any]) -> bool:
-    """Return whether an event says that something is wrong with the loss: it was flagged, or something not finite."""
+    """Return whether an event reports a flagged loss or a non-finite value."""
     name = event["event"]
     return name == "nonfinite" or (name == "spike" and "loss" in event.get("flagged", ()))
 

@@ -70,18 +70,19 @@ class Program:
         # Where devices are threads of one CPU, few programs may wait for one another.
         return jax.block_until_ready(result) if threads_of_one_cpu(self._mesh) else result
 
-    def each(self, batches: Iterable[Batch], fields: Sequence[str]) -> Iterator[tuple[Batch, Any]]:
+    def each(self, batches: Iterable[Batch], fields: Sequence[str], *more: Any) -> Iterator[tuple[Batch, Any]]:
         """Yield each batch with its results as numpy arrays [B, ...], one batch ahead of the device.
 
         Args:
           batches: arrays [B, ...]. The rows are filled up to ``shards``; the results have none of the filling.
           fields: names of those arrays of a batch that the function takes, where the batch has them.
+          more: what the function takes beside each batch.
         """
         waiting: tuple[Batch, Any] | None = None
         for batch in batches:
             inputs = {name: batch[name] for name in fields if name in batch}
             rows = multiple(len(next(iter(inputs.values()))), self._mesh)
-            now = (batch, self(self.put(filled(inputs, rows))))
+            now = (batch, self(self.put(filled(inputs, rows)), *more))
             if waiting is not None:
                 yield waiting[0], _fetched(*waiting, fields)
             waiting = now

@@ -64,7 +64,7 @@ def _sets(source: Any) -> list[tuple[int, int]]:
 
 
 class _Numbered:
-    """Streams packed rows of the documents [first, last), and notes of which document each place is."""
+    """Streams packed rows of the documents [first, last), and records the document of each place."""
 
     def __init__(self, encode: Any, first: int, last: int, **which: Any):
         from mhc.data.rows.spread import RowStream

@@ -1,4 +1,4 @@
-"""Read what eval.windtunnel wrote about the runs of a comparison, where they are trained on wind tunnels.
+"""Read the results of eval.windtunnel for the runs of a comparison, if they are trained on wind tunnels.
 
 A comparison measures no belief itself: that would compile every model. It reads windtunnel.json and leads.json, which
 `eval.windtunnel` leaves in the folder of the comparison or in the one that the runs have in common.
@@ -40,7 +40,7 @@ class Scalar:
 
 @dataclasses.dataclass(frozen=True)
 class Lead:
-    """Describes how a measure did against one detector of the loss: a row of the table of monitors."""
+    """Describes how a measure compares with one detector of the loss: a row of the table of monitors."""
 
     measure: str
     counts: tuple[int, ...]  # crossings, led, late, false alarms, undecided, missed
@@ -50,7 +50,7 @@ class Lead:
 
 @dataclasses.dataclass(frozen=True)
 class Beliefs:
-    """Holds what is known of the beliefs of runs on wind tunnels.
+    """Holds the results about the beliefs of runs on wind tunnels.
 
     Attributes:
         scalars: of windtunnel.json and leads.json.
@@ -62,7 +62,7 @@ class Beliefs:
 
 
 def read(arms: Sequence[Arm], folders: Sequence[Path | None]) -> Beliefs | None:
-    """Return what was measured of the arms' beliefs; None where not every arm is trained on a wind tunnel.
+    """Return the results about the arms' beliefs; None if not every arm is trained on a wind tunnel.
 
     Args:
         arms: of the comparison.

@@ -8,9 +8,9 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
+from mhc.eval.common.ablation import Head
 from mhc.eval.common.checkpoints import Checkpoint
 from mhc.eval.common.program import Program, multiple
-from mhc.eval.inspect.ablation import Head
 from mhc.eval.inspect.rows import observed
 from mhc.model.attention import Attention
 from mhc.model.decoder import Decoder, SublayerView

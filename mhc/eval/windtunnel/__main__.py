@@ -62,7 +62,7 @@ def main(arguments: Sequence[str]) -> int:
     from mhc.files import write_json
 
     measures = {section.name: section.load() for section in chosen}
-    found: list[page.Found] = []
+    runs: list[page.Measured] = []
     for name in options.checkpoint:
         checkpoint = checkpoints.load(name, options.step, average=options.average, changes=changes)
         source = None
@@ -75,19 +75,19 @@ def main(arguments: Sequence[str]) -> int:
         for measure, module in measures.items():
             print(f"{checkpoint.name}: {measure}", file=sys.stderr)
             results[measure] = module.measure(checkpoint, task, options.sequences)
-        found.append(page.Found(measured, results))
+        runs.append(page.Measured(measured, results))
         del checkpoint
     report: dict[str, Any] = {
         "checkpoints": [
-            belief.as_json(one.belief) | {name: result.json for name, result in one.results.items()} for one in found
+            belief.as_json(one.belief) | {name: result.json for name, result in one.results.items()} for one in runs
         ],
-        "topologies": page.topologies(found),
+        "topologies": page.topologies(runs),
     }
     print(page.text_table(report))
     if options.json:
         write_json(options.json, report)
     if out is not None:
-        print(page.write(found, report, chosen, out))
+        print(page.write(runs, report, chosen, out))
     return 0
 
 

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mhc.data.windtunnel import HiddenMarkov, Task, is_windtunnel, task
+from mhc.data.windtunnel import HiddenMarkov, Sequences, Task, is_windtunnel, task
 from mhc.errors import UserError
 from mhc.eval.common.checkpoints import Checkpoint
 from mhc.eval.common.program import Program
 from mhc.eval.windtunnel.measures import Distances, distances, optimum, without_context
 from mhc.model.decoder import Decoder
+from mhc.model.edits import Edits
 
 BATCH = 64  # sequences that go through the model at once
 
@@ -57,28 +58,42 @@ def measure(checkpoint: Checkpoint, sequences: int, source: str | None = None) -
             that do not reach so far.
     """
     chosen = fitting(checkpoint, source)
-    program = Program(checkpoint, _log_probabilities)
-    parts: list[Distances] = []
-    truth = []
-    for numbers in _blocks(sequences):
-        drawn = chosen.make(0, "validation", numbers)
-        batch = {"tokens": drawn.tokens}
-        ((_, log_probabilities),) = program.each([batch], tuple(batch))
-        parts.append(
-            distances(log_probabilities[:, chosen.places].astype(np.float64), drawn.posterior, chosen.first_class)
-        )
-        truth.append(drawn.posterior)
-    config, posterior = checkpoint.config, np.concatenate(truth)
+    drawn = held_out(chosen, sequences)
+    config, posterior = checkpoint.config, np.concatenate([block.posterior for block in drawn])
     return Belief(
         name=checkpoint.name,
         kind=config.residual.kind,
         control=config.attention.kind == "tokenwise",
         seed=(config.seed.init, config.seed.data),
         source=source or config.data.source,
-        distances=Distances(*(np.concatenate(values) for values in zip(*parts, strict=True))),
+        distances=distances_of(Program(checkpoint, log_probabilities), chosen, drawn),
         baseline=without_context(posterior),
         optimum=optimum(posterior),
     )
+
+
+def held_out(chosen: Task, sequences: int) -> list[Sequences]:
+    """Return the held-out sequences of these numbers, from 0 on, in blocks that go through a model at once."""
+    return [
+        chosen.make(0, "validation", range(first, min(first + BATCH, sequences)))
+        for first in range(0, sequences, BATCH)
+    ]
+
+
+def distances_of(program: Program, chosen: Task, drawn: Sequence[Sequences], *more: Any) -> Distances:
+    """Return how far a model is from the posterior on each sequence, [sequences, places].
+
+    Args:
+        program: gives log-probabilities [B, T, V] as ``log_probabilities`` does.
+        drawn: blocks of sequences of the task.
+        more: what the program takes beside each batch.
+    """
+    batches = ({"tokens": block.tokens} for block in drawn)
+    parts = [
+        distances(found[:, chosen.places].astype(np.float64), block.posterior, chosen.first_class)
+        for block, (_, found) in zip(drawn, program.each(batches, ("tokens",), *more), strict=True)
+    ]
+    return Distances(*(np.concatenate(values) for values in zip(*parts, strict=True)))
 
 
 def fitting(checkpoint: Checkpoint, source: str | None = None) -> Task:
@@ -114,14 +129,10 @@ def longer(source: str, observations: int) -> str:
     return changed
 
 
-def _log_probabilities(decoder: Decoder, batch: dict[str, jax.Array]) -> jax.Array:
-    """Return the model's log-probabilities of its outputs, float32 [B, T, V]."""
-    return jax.nn.log_softmax(decoder(batch["tokens"]).astype(jnp.float32), axis=-1)
-
-
-def _blocks(sequences: int) -> Iterator[range]:
-    for first in range(0, sequences, BATCH):
-        yield range(first, min(first + BATCH, sequences))
+def log_probabilities(decoder: Decoder, batch: dict[str, jax.Array], edits: Edits | None = None) -> jax.Array:
+    """Return the model's log-probabilities of its outputs, float32 [B, T, V], under interventions where there are."""
+    logits = decoder.logits(decoder.forward(batch["tokens"], edits=edits).h)
+    return jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1)
 
 
 def as_json(belief: Belief) -> dict[str, Any]:

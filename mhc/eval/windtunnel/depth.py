@@ -150,9 +150,9 @@ def _views(decoder: Decoder, batch: dict[str, jax.Array]) -> dict[str, jax.Array
     tokens, places, topology = batch["tokens"], batch["places"], decoder.residual
 
     def views(state: State) -> dict[str, jax.Array]:
-        found = {"collapsed": topology.collapse(state)[:, :, None], "streams": topology.streams(state)}
+        states = {"collapsed": topology.collapse(state)[:, :, None], "streams": topology.streams(state)}
         index = places[:, :, None, None]
-        return {name: jnp.take_along_axis(x, index, axis=1).astype(jnp.float32) for name, x in found.items()}
+        return {name: jnp.take_along_axis(x, index, axis=1).astype(jnp.float32) for name, x in states.items()}
 
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32)[None], tokens.shape)
     before = views(topology.settle(topology.expand(decoder.embed_tokens(tokens, positions))))
@@ -165,18 +165,18 @@ def _views(decoder: Decoder, batch: dict[str, jax.Array]) -> dict[str, jax.Array
 
 def measure(checkpoint: Checkpoint, task: Task, sequences: int) -> Result:
     """Return R² of the probes; the scalars are those of the state after the last sublayer, within a place."""
-    found = probe(checkpoint, task, sequences)
+    probed = probe(checkpoint, task, sequences)
     scalars: dict[str, float] = {}
     for number, target in enumerate(_TARGETS):
-        collapsed = found.within["collapsed"].value[-1, 0, number]
-        streams = found.within["streams"].value[-1, :, number]
+        collapsed = probed.within["collapsed"].value[-1, 0, number]
+        streams = probed.within["streams"].value[-1, :, number]
         values = {"": collapsed, "_best_stream": streams.max(), "_worst_stream": streams.min()}
         scalars |= {f"{target}_r2{name}": float(value) for name, value in values.items() if np.isfinite(value)}
-    return Result(scalars, as_json(found, sequences))
+    return Result(scalars, as_json(probed, sequences))
 
 
-def as_json(found: Depth, sequences: int) -> dict[str, Any]:
-    """Return what windtunnel.json says: R² with intervals by target, by sublayer (the first: before any), by stream."""
+def as_json(probed: Depth, sequences: int) -> dict[str, Any]:
+    """Return the entry of windtunnel.json: R² with intervals by target, sublayer (the first: before any) and stream."""
 
     def by_depth(estimates: dict[str, Estimate], number: int) -> dict[str, Any]:
         collapsed, streams = estimates["collapsed"], estimates["streams"]
@@ -188,21 +188,21 @@ def as_json(found: Depth, sequences: int) -> dict[str, Any]:
 
     return {
         "sequences": sequences,
-        "fitted_on": found.fitted,
+        "fitted_on": probed.fitted,
         "floor": f"{FLOOR} / classes",
-        "within_places": {target: by_depth(found.within, number) for number, target in enumerate(_TARGETS)},
-        "across_places": {target: by_depth(found.across, number) for number, target in enumerate(_TARGETS)},
+        "within_places": {target: by_depth(probed.within, number) for number, target in enumerate(_TARGETS)},
+        "across_places": {target: by_depth(probed.across, number) for number, target in enumerate(_TARGETS)},
         "penalties": {
             name: {target: values[..., number] for number, target in enumerate(_TARGETS)}
-            for name, values in found.penalty.items()
+            for name, values in probed.penalty.items()
         },
     }
 
 
 def _bounds(estimate: Estimate, *index: int) -> dict[str, float | None]:
     """Return an estimate for JSON; None stands for an R² that does not exist."""
-    found = estimate.at(*index)
-    return {name: value if value is not None and np.isfinite(value) else None for name, value in found.items()}
+    bounds = estimate.at(*index)
+    return {name: value if value is not None and np.isfinite(value) else None for name, value in bounds.items()}
 
 
 def page(results: Sequence[Shown], folder: Path) -> str:
@@ -222,9 +222,9 @@ def page(results: Sequence[Shown], folder: Path) -> str:
         )
         for panel, (name, title) in enumerate(titles.items()):
             sheet.title(panel, title)
-            for one, values in zip(results, lines, strict=True):
+            for shown, values in zip(results, lines, strict=True):
                 x = np.arange(len(values[name]), dtype=float)
-                sheet.line(panel, one.name, x, values[name], one.style, marker=True, alpha=0.8)
+                sheet.line(panel, shown.name, x, values[name], shown.style, marker=True, alpha=0.8)
         drawn.append(
             pages.Drawn(
                 sheet.save(folder, folder),

@@ -52,7 +52,7 @@ class Principal(NamedTuple):
 
 
 class Geometry(NamedTuple):
-    """Holds what was measured. L layers, H heads, G key heads, P places; nan stands for what does not exist.
+    """Holds the measurements. L layers, H heads, G key heads, P places; nan stands for what does not exist.
 
     Attributes:
         keys: {group of symbols: float64 [L, G]}, mean |cosine| of different symbols; None without keys.
@@ -60,7 +60,7 @@ class Geometry(NamedTuple):
         size: d, the width of a key.
         matching: float64 [L, H, P], mean cosine of the queries with the keys to look up; None without keys.
         others: float64 [L, H, P], with the other earlier keys.
-        outputs: of each layer.
+        outputs: the principal components of each of the L layers' outputs.
         spearman: float64 [L], rank correlation of the first component with the posterior's entropy, without its sign.
     """
 
@@ -111,13 +111,15 @@ def random_null(count: int, size: int, draws: int = 200) -> tuple[float, float, 
     They are normal vectors, drawn from a fixed seed; the bounds hold 95 % of the draws. The mean tends to √(2 / (π d)).
     """
     rng = np.random.default_rng(0)
-    found = np.array([off_diagonal(rng.standard_normal((count, size))) for _ in range(draws)])
-    low, high = np.percentile(found, (2.5, 97.5))
-    return float(found.mean()), float(low), float(high)
+    cosines = np.array([off_diagonal(rng.standard_normal((count, size))) for _ in range(draws)])
+    low, high = np.percentile(cosines, (2.5, 97.5))
+    return float(cosines.mean()), float(low), float(high)
 
 
 def principal(covariance: Float64[np.ndarray, "D D"]) -> Principal:
-    """Return the principal components that a covariance has."""
+    """Return the principal components of a covariance."""
+    if not np.isfinite(covariance).all():  # a model that diverged
+        return Principal(math.nan, math.nan, math.nan, np.full(len(covariance), np.nan))
     values, vectors = np.linalg.eigh(covariance)
     values = np.maximum(values, 0.0)[::-1]
     total = values.sum()
@@ -127,24 +129,25 @@ def principal(covariance: Float64[np.ndarray, "D D"]) -> Principal:
     return Principal(float(values[0] / total), second, float(total**2 / (values**2).sum()), vectors[:, -1])
 
 
-def rank_correlation(one: np.ndarray, other: np.ndarray) -> float:
-    """Return |Spearman's ρ| of two series, ties sharing their mean rank; nan where one of them is constant."""
+def rank_correlation(first: np.ndarray, second: np.ndarray) -> float:
+    """Return |Spearman's ρ| of two series, ties sharing their mean rank; nan where one is constant or not finite."""
     from scipy import stats
 
-    if np.ptp(one) == 0 or np.ptp(other) == 0:
+    if not (np.ptp(first) > 0 and np.ptp(second) > 0):
         return math.nan
-    return abs(float(stats.spearmanr(one, other).statistic))
+    return abs(float(stats.spearmanr(first, second).statistic))
 
 
 # -------------------------------------------------------------------------------------------------------------- a model
 
 
+@np.errstate(invalid="ignore", over="ignore")  # a model that diverged gives nan, without a warning
 def look(checkpoint: Checkpoint, task: Task, sequences: int) -> Geometry:
-    """Measure a checkpoint on held-out sequences of a task that it fits."""
+    """Measure the geometry of a checkpoint on held-out sequences of a task that it fits."""
     batches = _Batches(checkpoint, task, sequences)
     sums: dict[str, np.ndarray] = {}
-    for _, found in batches:
-        for name, values in found.items():
+    for _, observed in batches:
+        for name, values in observed.items():
             total = sums.get(name, 0.0)
             sums[name] = total + values.astype(np.float64).sum(axis=0)
             if name == "output":
@@ -159,8 +162,8 @@ def look(checkpoint: Checkpoint, task: Task, sequences: int) -> Geometry:
     directions = np.stack([each.direction for each in outputs])
     # The components are known after the first pass alone, and outputs are not kept: a second one projects them.
     scores, entropies = [], []
-    for posterior, found in batches:
-        scores.append(np.einsum("blpd,ld->lbp", found["output"].astype(np.float64) - means[:, None], directions))
+    for posterior, observed in batches:
+        scores.append(np.einsum("blpd,ld->lbp", observed["output"].astype(np.float64) - means[:, None], directions))
         entropies.append(entropy_bits(posterior))
     entropy, score = np.concatenate(entropies).ravel(), np.concatenate(scores, axis=1).reshape(len(means), -1)
     spearman = np.array([rank_correlation(np.round(entropy, 12), values) for values in score])
@@ -178,7 +181,7 @@ def look(checkpoint: Checkpoint, task: Task, sequences: int) -> Geometry:
 
 
 class _Batches:
-    """Runs a checkpoint over sequences, as often as it is gone through."""
+    """Runs a checkpoint over sequences, anew for each iteration over it."""
 
     def __init__(self, checkpoint: Checkpoint, task: Task, sequences: int) -> None:
         self._task, self._sequences, self._program = task, sequences, Program(checkpoint, _observed)
@@ -189,7 +192,7 @@ class _Batches:
         self._size = max(1, min(64, sequences, _BYTES // row))
 
     def __iter__(self) -> Iterator[tuple[np.ndarray, dict[str, np.ndarray]]]:
-        """Yield (posterior [B, P, C], what was observed, by sequence) of some sequences after the others."""
+        """Yield (posterior [B, P, C], observations by sequence), some sequences at a time."""
         blocks = (
             range(first, min(first + self._size, self._sequences)) for first in range(0, self._sequences, self._size)
         )
@@ -203,12 +206,12 @@ class _Batches:
                 "evidence": self._task.evidence(drawn.tokens),
             }
             # All batches are of one size, so that one program serves them.
-            ((_, found),) = self._program.each([filled(batch, self._size)], tuple(batch))
-            yield drawn.posterior, {name: values[: len(block)] for name, values in found.items()}
+            ((_, observed),) = self._program.each([filled(batch, self._size)], tuple(batch))
+            yield drawn.posterior, {name: values[: len(block)] for name, values in observed.items()}
 
 
 def _observed(decoder: Decoder, batch: dict[str, jax.Array]) -> dict[str, jax.Array]:
-    """Return what is summed over sequences, float32 by sequence and layer.
+    """Return the quantities that are summed over sequences, float32 by sequence and layer.
 
     output [B, L, P, D]; and with keys: keys [B, L, symbols, G, K], sums over the symbol's tokens, and counts of these
     [B, L, symbols]; matching and others [B, L, H, P], sums of cosines, and counts of these pairs [B, L, P].
@@ -240,8 +243,8 @@ def _observed(decoder: Decoder, batch: dict[str, jax.Array]) -> dict[str, jax.Ar
             out[f"{name}_pairs"] = pairs.sum(axis=-1).astype(jnp.float32)
         return out
 
-    found = decoder.forward(tokens, observe=observe).observed
-    return {name: jnp.moveaxis(values, 0, 1) for name, values in found.items()}
+    observed = decoder.forward(tokens, observe=observe).observed
+    return {name: jnp.moveaxis(values, 0, 1) for name, values in observed.items()}
 
 
 def _unit(x: jax.Array) -> jax.Array:
@@ -254,44 +257,44 @@ def _unit(x: jax.Array) -> jax.Array:
 
 def measure(checkpoint: Checkpoint, task: Task, sequences: int) -> Result:
     """Return the geometry; the scalars are means over layers and heads, or of the last layer where they say so."""
-    found = look(checkpoint, task, sequences)
+    geometry = look(checkpoint, task, sequences)
     values = {
-        "pc1_share_last_layer": found.outputs[-1].first,
-        "pc1_entropy_spearman_last_layer": float(found.spearman[-1]),
-        "participation_ratio_last_layer": found.outputs[-1].participation,
+        "pc1_share_last_layer": geometry.outputs[-1].first,
+        "pc1_entropy_spearman_last_layer": float(geometry.spearman[-1]),
+        "participation_ratio_last_layer": geometry.outputs[-1].participation,
     }
-    if found.keys is not None:
-        values |= {f"key_cosine_{group}": float(cosines.mean()) for group, cosines in found.keys.items()}
-    if found.contrast is not None:
-        values |= {"alignment": float(found.contrast.mean()), "alignment_best_head": float(found.contrast.max())}
-    return Result({name: value for name, value in values.items() if math.isfinite(value)}, as_json(found, sequences))
+    if geometry.keys is not None:
+        values |= {f"key_cosine_{group}": float(cosines.mean()) for group, cosines in geometry.keys.items()}
+    if geometry.contrast is not None:
+        values |= {"alignment": float(geometry.contrast.mean()), "alignment_best_head": float(geometry.contrast.max())}
+    return Result({name: value for name, value in values.items() if math.isfinite(value)}, as_json(geometry, sequences))
 
 
-def as_json(found: Geometry, sequences: int) -> dict[str, Any]:
-    """Return what windtunnel.json says: by layer, by head and by place. None stands for what does not exist."""
+def as_json(geometry: Geometry, sequences: int) -> dict[str, Any]:
+    """Return the entry of windtunnel.json by layer, head and place. None stands for what does not exist."""
     keys, alignment = None, None
-    if found.keys is not None and found.nulls is not None and found.size is not None:
+    if geometry.keys is not None and geometry.nulls is not None and geometry.size is not None:
         keys = {
             group: {
                 "off_diagonal": _listed(cosines),
-                "null": dict(zip(("mean", "low", "high"), found.nulls[group], strict=True)),
-                "null_formula": math.sqrt(2 / (math.pi * found.size)),
-                "width": found.size,
+                "null": dict(zip(("mean", "low", "high"), geometry.nulls[group], strict=True)),
+                "null_formula": math.sqrt(2 / (math.pi * geometry.size)),
+                "width": geometry.size,
             }
-            for group, cosines in found.keys.items()
+            for group, cosines in geometry.keys.items()
         }
-    if found.matching is not None and found.others is not None and found.contrast is not None:
-        names = {"matching": found.matching, "others": found.others, "contrast": found.contrast}
+    if geometry.matching is not None and geometry.others is not None and geometry.contrast is not None:
+        names = {"matching": geometry.matching, "others": geometry.others, "contrast": geometry.contrast}
         alignment = {name: _listed(values) for name, values in names.items()}
     return {
         "sequences": sequences,
         "keys": keys,
         "alignment": alignment,
         "outputs": {
-            "pc1_share": _listed(np.array([each.first for each in found.outputs])),
-            "pc2_share": _listed(np.array([each.second for each in found.outputs])),
-            "participation_ratio": _listed(np.array([each.participation for each in found.outputs])),
-            "pc1_entropy_spearman": _listed(found.spearman),
+            "pc1_share": _listed(np.array([each.first for each in geometry.outputs])),
+            "pc2_share": _listed(np.array([each.second for each in geometry.outputs])),
+            "participation_ratio": _listed(np.array([each.participation for each in geometry.outputs])),
+            "pc1_entropy_spearman": _listed(geometry.spearman),
         },
         **({"note": _NO_KEYS} if keys is None else {}),
     }
@@ -343,9 +346,9 @@ def _by_layer(results: Sequence[Shown], folder: Path) -> pages.Drawn:
         sheet.title(panel, title)
     for axes in sheet.panels[len(titles) :]:
         axes.set_axis_off()
-    for one in results:
+    for shown in results:
         series: list[np.ndarray | None] = []
-        json = one.result.json
+        json = shown.result.json
         for group in groups:
             series.append(
                 np.mean(np.array(json["keys"][group]["off_diagonal"], float), axis=1) if json["keys"] else None
@@ -356,7 +359,7 @@ def _by_layer(results: Sequence[Shown], folder: Path) -> pages.Drawn:
         for panel, values in enumerate(series):
             if values is not None:
                 x = np.arange(1.0, len(values) + 1)
-                sheet.line(panel, one.name, x, values, one.style, marker=True, alpha=0.8)
+                sheet.line(panel, shown.name, x, values, shown.style, marker=True, alpha=0.8)
     for panel, group in enumerate(groups):
         null = next(one.result.json["keys"][group]["null"]["mean"] for one in results if one.result.json["keys"])
         sheet.level(panel, null, "random")
@@ -386,10 +389,10 @@ def _by_place(results: Sequence[Shown], folder: Path) -> pages.Drawn:
         sheet.title(panel, f"layer {panel + 1}")
     for axes in sheet.panels[layers:]:
         axes.set_axis_off()
-    for one in with_keys:
-        values = np.array(one.result.json["alignment"]["matching"], float).mean(axis=1)  # [L, P]
+    for shown in with_keys:
+        values = np.array(shown.result.json["alignment"]["matching"], float).mean(axis=1)  # [L, P]
         for panel, line in enumerate(values):
-            sheet.line(panel, one.name, np.arange(1.0, len(line) + 1), line, one.style, marker=True, alpha=0.8)
+            sheet.line(panel, shown.name, np.arange(1.0, len(line) + 1), line, shown.style, marker=True, alpha=0.8)
     return pages.Drawn(
         sheet.save(folder, folder),
         "Cosine of queries with the keys to look up",

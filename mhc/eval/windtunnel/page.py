@@ -21,7 +21,7 @@ _FIELDS = {"entropy_mae_bits": "entropy_error", "kl_bits": "kl", "total_variatio
 CONTROL = "control without context"
 
 
-class Found(NamedTuple):
+class Measured(NamedTuple):
     """Holds all measurements of a checkpoint."""
 
     belief: Belief
@@ -33,22 +33,22 @@ def label(belief: Belief) -> str:
     return f"{belief.kind}, {CONTROL}" if belief.control else belief.kind
 
 
-def topologies(found: Sequence[Found]) -> dict[str, dict[str, Any]]:
+def topologies(runs: Sequence[Measured]) -> dict[str, dict[str, Any]]:
     """Return each measure of each topology: its mean over seeds, and its difference from plain at equal seeds.
 
     Intervals are Student's, over seeds; there is none of a single seed. A topology whose runs share no seed with plain,
     or are measured on another task, has no difference. The scalars of a further measure stand under its name.
     """
-    groups: dict[str, list[Found]] = {}
-    for one in found:
-        groups.setdefault(label(one.belief), []).append(one)
+    groups: dict[str, list[Measured]] = {}
+    for run in runs:
+        groups.setdefault(label(run.belief), []).append(run)
     plain = {_pair(one): _scalars(one) for one in groups.get("plain", [])}
     out: dict[str, dict[str, Any]] = {}
     for name, group in groups.items():
         values = [_scalars(one) for one in group]
         others = [plain.get(_pair(one), {}) if name != "plain" else {} for one in group]
         entry: dict[str, Any] = {"seeds": len({one.belief.seed for one in group})}
-        for section, scalar in dict.fromkeys(key for one in found for key in _scalars(one)):
+        for section, scalar in dict.fromkeys(key for one in runs for key in _scalars(one)):
             key = (section, scalar)
             there = [one[key] for one in values if key in one]
             apart = [
@@ -61,16 +61,16 @@ def topologies(found: Sequence[Found]) -> dict[str, dict[str, Any]]:
     return out
 
 
-def _pair(found: Found) -> tuple[str, tuple[int, int]]:
+def _pair(run: Measured) -> tuple[str, tuple[int, int]]:
     """Return the key that a run shares with the plain run that it is paired with."""
-    return found.belief.source, found.belief.seed
+    return run.belief.source, run.belief.seed
 
 
-def _scalars(found: Found) -> dict[tuple[str, str], float]:
+def _scalars(run: Measured) -> dict[tuple[str, str], float]:
     """Return all scalars: {(name of the further measure, or nothing for the belief, scalar): value}."""
-    belief = {("", name): float(getattr(found.belief.distances, field).mean()) for name, field in _FIELDS.items()}
+    belief = {("", name): float(getattr(run.belief.distances, field).mean()) for name, field in _FIELDS.items()}
     return belief | {
-        (name, scalar): value for name, result in found.results.items() for scalar, value in result.scalars.items()
+        (name, scalar): value for name, result in run.results.items() for scalar, value in result.scalars.items()
     }
 
 
@@ -79,10 +79,10 @@ def _over_seeds(values: Sequence[float]) -> statistics.Bounds:
     return statistics.bounds(float(np.mean(values)), low, high)
 
 
-def text_table(found: dict[str, Any]) -> str:
+def text_table(report: dict[str, Any]) -> str:
     """Return the measures of every checkpoint as lines of text, in bits."""
     rows = [["checkpoint", "residual", *MEASURES.values(), "without context"]]
-    for entry in found["checkpoints"]:
+    for entry in report["checkpoints"]:
         kind = f"{entry['kind']}, control" if entry["control"] else entry["kind"]
         values = [_shown(entry[name]) for name in MEASURES]
         rows.append([entry["checkpoint"], kind, *values, f"{entry['entropy_mae_bits_without_context']:.3f}"])
@@ -97,7 +97,7 @@ def _shown(value: statistics.Bounds | None) -> str:
     return f"{value['value']:.4f} ({value['low']:.4f} to {value['high']:.4f})"
 
 
-def write(measured: Sequence[Found], found: dict[str, Any], sections: Sequence[Section], folder: Path) -> Path:
+def write(measured: Sequence[Measured], report: dict[str, Any], sections: Sequence[Section], folder: Path) -> Path:
     """Write windtunnel.html, its figures with their numbers, and windtunnel.json; returns the page's path.
 
     Raises:
@@ -110,19 +110,19 @@ def write(measured: Sequence[Found], found: dict[str, Any], sections: Sequence[S
     best = [
         "The posterior is computed, not learned: a perfect model has an error of 0.",
         "Without context the best predictor has "
-        f"{found['checkpoints'][0]['entropy_mae_bits_without_context']:.3f} bits of entropy error; a control below it "
+        f"{report['checkpoints'][0]['entropy_mae_bits_without_context']:.3f} bits of entropy error; a control below it "
         "leaks.",
     ]
     checkpoints = [
         [page.cell(page.text(one["checkpoint"]), "label"), page.cell(page.text(one["kind"]), "text")]
         + [page.cell(page.text(_shown(one[name]))) for name in MEASURES]
-        for one in found["checkpoints"]
+        for one in report["checkpoints"]
     ]
     by_topology = [
         [page.cell(page.text(name), "text"), page.cell(str(entry["seeds"]))]
         + [page.cell(page.text(_shown(entry[measure]))) for measure in MEASURES]
         + [page.cell(page.text(_shown(entry[f"{measure}_beyond_plain"]))) for measure in MEASURES]
-        for name, entry in found["topologies"].items()
+        for name, entry in report["topologies"].items()
     ]
     beyond = [f"{words}, beyond plain" for words in MEASURES.values()]
     body = "\n".join(
@@ -139,19 +139,19 @@ def write(measured: Sequence[Found], found: dict[str, Any], sections: Sequence[S
             "<h2>Checkpoints</h2>",
             '<p class="note">Intervals are over sequences.</p>',
             page.table([page.heading("checkpoint"), page.heading("residual"), *MEASURES.values()], checkpoints),
-            *_further(measured, styles, found, sections, folder),
+            *_further(measured, styles, report, sections, folder),
         ]
     )
-    write_json(folder / "windtunnel.json", found)
+    write_json(folder / "windtunnel.json", report)
     target = folder / "windtunnel.html"
     target.write_text(page.document("Belief against the exact posterior", body), "utf-8")
     return target
 
 
 def _further(
-    measured: Sequence[Found],
+    measured: Sequence[Measured],
     styles: Sequence[Style],
-    found: dict[str, Any],
+    report: dict[str, Any],
     sections: Sequence[Section],
     folder: Path,
 ) -> Iterator[str]:
@@ -168,7 +168,7 @@ def _further(
                 [page.cell(page.text(name), "text"), page.cell(page.text(scalar.replace("_", " ")), "text")]
                 + [page.cell(page.text(_shown(values[key]))) for key in (scalar, f"{scalar}_beyond_plain")]
                 for scalar in scalars
-                for name, entry in found["topologies"].items()
+                for name, entry in report["topologies"].items()
                 for values in (entry[section.name],)
             ]
             yield page.table([page.heading("topology"), page.heading("measure"), "mean", "beyond plain"], rows)

@@ -17,6 +17,7 @@ from mhc.eval.common import statistics
 PENALTIES = (*(10.0**power for power in range(-8, 3)), np.inf)
 """Penalties to choose from, in units of the features' mean variance; under the last one the probe is the mean."""
 _CONSTANT = 1e-12  # a target whose variance is a smaller share of its mean square is constant, but for rounding
+_quiet = np.errstate(invalid="ignore", over="ignore")  # a model that diverged gives nan, without a warning
 
 
 class Sums:
@@ -34,6 +35,7 @@ class Sums:
     def __init__(self) -> None:
         self.numbers: set[int] = set()
 
+    @_quiet
     def add(self, numbers: Iterable[int], x: np.ndarray, y: np.ndarray) -> None:
         """Add sequences.
 
@@ -71,6 +73,7 @@ class Sums:
         both._add(_new(other.numbers, both.numbers, "both sums"), other._parts())
         return both
 
+    @_quiet
     def means(self, within: bool) -> tuple[np.ndarray, np.ndarray]:
         """Return the means (x [K, P, D], y [P, E]): of each place, or of all places together unless ``within``."""
         x, y = self.x / len(self.numbers), self.y / len(self.numbers)
@@ -78,6 +81,7 @@ class Sums:
             return x, y
         return np.broadcast_to(x.mean(axis=1, keepdims=True), x.shape), np.broadcast_to(y.mean(axis=0), y.shape)
 
+    @_quiet
     def about(self, x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Return the moments (xx [K, D, D], xy [K, D, E], yy [E]) about given centres x [K, P, D] and y [P, E]."""
         count = len(self.numbers)
@@ -122,6 +126,7 @@ class Probe:
     weights: np.ndarray
     penalty: np.ndarray
 
+    @_quiet
     def score(self, numbers: Iterable[int], x: np.ndarray, y: np.ndarray) -> Scores:
         """Return the squared errors on other sequences than those of the fit.
 
@@ -148,6 +153,7 @@ class Probe:
         return np.stack([squares[..., group].sum(axis=-1) for group in self.groups], axis=-1)
 
 
+@_quiet
 def fit(fitting: Sums, validation: Sums, groups: Sequence[slice], *, within: bool) -> Probe:
     """Fit probes; the penalty of each is the one of `PENALTIES` with the least error on the validation sequences.
 
@@ -183,9 +189,11 @@ class _Ridge:
     """Solves K ridge regressions for any penalty from one eigendecomposition of each."""
 
     def __init__(self, xx: np.ndarray, xy: np.ndarray) -> None:
-        self._values, self._vectors = np.linalg.eigh(xx)
+        # Features of a model that diverged may not be finite: their probes are nan, and the others are as they were.
+        finite = np.isfinite(xx).all(axis=(-2, -1), keepdims=True)
+        self._values, self._vectors = np.linalg.eigh(np.where(finite, xx, 0.0))
         self._values = np.maximum(self._values, 0.0)
-        self._turned = self._vectors.mT @ xy
+        self._turned = np.where(finite, self._vectors.mT @ np.where(finite, xy, 0.0), np.nan)
         self._unit = self._values.mean(axis=-1)[:, None, None]  # the features' mean variance, times the samples
 
     def weights(self, penalty: np.ndarray) -> np.ndarray:
@@ -195,11 +203,12 @@ class _Ridge:
         return self._vectors @ (self._turned / below)
 
 
+@_quiet
 def r2(scores: Sequence[Scores]) -> statistics.Estimate:
     """Return R² [K, G] over all scored sequences, with bootstrap intervals over them.
 
     It is 1 for a probe without error and 0 for one no better than the mean, and may be negative. It is nan for targets
-    that do not differ from that mean in any sequence, but for rounding.
+    that do not differ from that mean in any sequence, but for rounding, and for features that are not finite.
     """
     error, spread, size = (
         np.concatenate([getattr(part, name) for part in scores]) for name in ("error", "spread", "size")

@@ -1,4 +1,4 @@
-"""Implement the kinds of one stream that say more of depth than x + F(x): attention over it, averages, learned shares.
+"""Implement the kinds of one stream that combine depth otherwise than by x + F(x): attention, averages, learned shares.
 
 One file each: ``attn_res``, ``denseformer``, ``laurel``. Their rows are in ``mhc.kinds``, their maths in
 ``mhc.residual.reads``.

@@ -201,7 +201,7 @@ class AttentionResiduals(ResidualTopology):
         return self._last(state)[0]
 
     def streams(self, state: State) -> jax.Array:
-        """Return what the last read would give [..., 1, D]: there is no stream that all sublayers add to."""
+        """Return the result of a last read now, [..., 1, D], since there is no stream that all sublayers add to."""
         return self.collapse(state)[..., None, :]
 
     def each(self, state: State, f: Any) -> State:
@@ -229,7 +229,7 @@ class AttentionResiduals(ResidualTopology):
         return {"sources": sources, "complete": complete, "terms": jnp.zeros((), jnp.int32), **begun}
 
     def end_measures(self, state: State) -> dict[str, jax.Array]:
-        """Return what the last read weighs how."""
+        """Return the weights of the last read, as measures for the probes."""
         return measured(self._last(state)[1])
 
     def multiplies(self, k: int) -> int:

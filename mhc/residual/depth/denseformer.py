@@ -1,4 +1,4 @@
-"""Implement DenseFormer (arXiv:2402.02622): after every block a learned average of what all blocks so far gave."""
+"""Implement DenseFormer (arXiv:2402.02622): a learned average of all block outputs so far follows every block."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ class Mixing:
         return self.initial(n, 8.0 if init == "home" else gap)
 
     def gates(self, n: int) -> tuple[int, ...]:
-        """Return how many consecutive residual logits share each gate alpha after those of pre and post.
+        """Return how many consecutive residual logits share each gate alpha, for the gates after those of pre and post.
 
         The numbers sum to R.
         """
@@ -78,7 +78,7 @@ class Mixing:
         self.logits(n)
 
     def multiplies(self, n: int) -> int:
-        """Return the multiply-adds that make one H_res of its logits, where they are worth counting."""
+        """Return the multiply-adds that make one H_res from its logits, if they are enough to count."""
         return 0
 
     def order_under(self, other: Mixing, n: int) -> np.ndarray | None:

@@ -1,4 +1,4 @@
-"""Map logits to rotations by the Cayley transform; what the kinds of orthogonal maps share.
+"""Map logits to rotations by the Cayley transform, for all kinds of orthogonal maps.
 
 A has the logits in its strict upper triangle, row by row, and their negatives below; Q = (I - A)(I + A)^-1 is in SO(M).
 """
@@ -15,7 +15,7 @@ from mhc.residual.runner import ManifoldRunner
 
 
 class CayleyRunner(ManifoldRunner):
-    """Computes rotations and the basis of what sums to zero, in numpy."""
+    """Computes rotations, and the basis of the vectors that sum to zero, in numpy."""
 
     def rotation(self, logits, m):
         """Return Q [..., M, M] of logits [..., M(M-1)/2]."""

@@ -59,7 +59,7 @@ class Circulant(Mixing):
             )
 
     def share(self) -> ArrayLike:
-        """Return g."""
+        """Return g, the share of the mixing."""
         if self.gamma is not None:
             return self.gamma
         assert self.sublayers is not None  # `check`

@@ -1,4 +1,4 @@
-"""Configs and documents of small corpora."""
+"""Make configs and documents of small corpora."""
 
 from __future__ import annotations
 

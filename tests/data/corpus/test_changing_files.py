@@ -1,4 +1,4 @@
-"""A corpus whose files change while they are read: the same batches as without the change, or one line."""
+"""Test a corpus whose files change while they are read: the same batches as without the change, or one line."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ def opened_and_read(data: DataConfig, count: int) -> tuple[list[Batch], str]:
 
 
 def check(folder: Path, kind: str, change: Callable[[Path], None], *, before: int, workers: int = 0) -> None:
-    """Read some batches, change every file, and read on: the batches are what they were, and the end is a line."""
+    """Read some batches, change every file and read on; check that batches are unchanged and that the end is a line."""
     data = make(kind, folder)
     expected, line = opened_and_read(data, COUNT)
     assert not line
@@ -170,7 +170,7 @@ def check(folder: Path, kind: str, change: Callable[[Path], None], *, before: in
 
 
 def assert_told(line: str, complete: bool) -> None:
-    """Check that what ended early says so in one line, and names a file or the corpus."""
+    """Check that a read which ended early says so in one line that names a file or the corpus."""
     assert bool(line) != complete
     assert "\n" not in line and "Traceback" not in line
     if line:
@@ -206,7 +206,7 @@ def test_a_change_before_the_first_batch(kind: str, change: Callable[[Path], Non
 def test_a_change_under_worker_processes(
     kind: str, change: Callable[[Path], None], before: int, tmp_path: Path
 ) -> None:
-    """They open the corpus themselves, with their first batch."""
+    """Worker processes open the corpus themselves, with their first batch."""
     check(tmp_path, kind, change, before=before, workers=2)
 
 
@@ -225,7 +225,7 @@ STEPS = {  # of opening a corpus: the function after which the change comes
 def test_a_change_while_the_corpus_is_opened(
     kind: str, change: Callable[[Path], None], step: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Hold that the corpus is read as it is now or as it was, as a whole."""
+    """The corpus is read as a whole, either as it is now or as it was."""
     data = make(kind, tmp_path)
     before, _ = opened_and_read(data, COUNT)
     shutil.rmtree(tmp_path / "cache", ignore_errors=True)

@@ -1,4 +1,4 @@
-"""The embedded corpus and TFDS datasets."""
+"""Test the embedded corpus and TFDS datasets."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_a_tree_too_small_to_hold_something_out_is_refused(tmp_path: Path, monke
 
 @pytest.mark.process
 def test_two_processes_prepare_at_once_and_no_tensorflow_is_loaded(tmp_path: Path) -> None:
-    """The real corpus, end to end: both processes see the same batches, and prepare one folder between them."""
+    """Both processes see the same batches of the real corpus, and prepare one folder between them."""
     program = (
         "import hashlib, sys\n"
         "from mhc.config import DataConfig\n"
@@ -105,7 +105,7 @@ def test_two_processes_prepare_at_once_and_no_tensorflow_is_loaded(tmp_path: Pat
 
 @pytest.fixture
 def prepared(tmp_path: Path) -> Callable[..., DataConfig]:
-    """Prepare a TFDS dataset of 100 short texts a split, and give the config that reads it."""
+    """Return a function that prepares a TFDS dataset of 100 texts a split and returns the config that reads it."""
 
     def make(splits: tuple[str, ...], field: str = "text", file_format: str = "array_record") -> DataConfig:
         texts = {split: [f"{split} tale {number}" for number in range(100)] for split in splits}

@@ -1,4 +1,4 @@
-"""Tokenisers that lose text, that cannot encode every text, and ids whose bytes are those that they decode to."""
+"""Test tokenisers that lose text or cannot encode every text, and ids whose bytes are those that they decode to."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ SCRIPT = "Ж🙂"  # that only llama2 knows
 
 
 def texts(folder: Path, words: list[str], count: int = 40, seed: int = 0) -> str:
-    """``count`` files of words; the source."""
+    """Write ``count`` files of words, and return the source."""
     rng = random.Random(seed)
     folder.mkdir(parents=True, exist_ok=True)
     for number in range(count):
@@ -69,7 +69,7 @@ def test_nothing_is_lost_of_a_text_that_the_ids_tell(tmp_path: Path, name: str) 
 
 @pytest.mark.parametrize("name", LOSSY)
 def test_what_is_unknown_or_dropped_is_counted(tmp_path: Path, name: str) -> None:
-    """Of a text with as many unknown bytes as known ones about half, of one in a thousand about that."""
+    """About half is lost where half of the bytes are unknown, and about a thousandth where one in a thousand is."""
     half = share(data_of(tmp_path, name, texts(tmp_path / "half", ["the", "Ж"])))
     assert 0.2 < half < 0.6
     few = texts(tmp_path / "few", ["cat"])
@@ -117,7 +117,7 @@ WHY = f"{LOSSY_NAME} loses "
 
 @pytest.fixture(scope="module")
 def lossy(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
-    """(source, run of two steps) where one word of nine is unknown."""
+    """Return (source, run of two steps), where one word of nine is unknown."""
     folder = tmp_path_factory.mktemp("lossy")
     source = texts(folder / "texts", [*WORDS, "Ж"])
     made = config(source, "plain", data={"tokenizer": LOSSY_NAME}, train={"steps": 2}, validation={"every": 2})
@@ -158,7 +158,7 @@ def test_the_report_says_what_is_lost(lossy: tuple[str, Path]) -> None:
 def test_a_prepared_folder_knows_what_was_lost(
     lossy: tuple[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Older ones do not, but what is unknown is seen from their ids; of a tokeniser that loses nothing none says so."""
+    """An older folder does not, but its ids show what is unknown; a lossless tokeniser adds nothing to the manifest."""
     source, _ = lossy
     for name in (LOSSY_NAME, str(HERE / "llama2.json")):
         out = tmp_path / Path(name).stem
@@ -275,7 +275,7 @@ def test_a_corpus_that_it_can_encode_is_read(tmp_path: Path) -> None:
 
 
 def spelled_spaces(folder: Path) -> str:
-    """Llama 2's kind without an id for a space, which bytes E2 96 81 stand for."""
+    """Return a tokeniser of Llama 2's kind without an id for a space, which bytes E2 96 81 stand for."""
     described = json.loads((HERE / "llama2.json").read_text("utf-8"))
     vocabulary = [piece for piece in described["model"]["vocab"] if piece != "▁"]
     described["model"]["vocab"] = {piece: number for number, piece in enumerate(vocabulary)}
@@ -290,7 +290,7 @@ def spelled_spaces(folder: Path) -> str:
 def test_ids_have_the_bytes_of_their_text(
     tmp_path_factory: pytest.TempPathFactory, kind: str, words: list[str]
 ) -> None:
-    """As a whole, and of blocks that end with a word."""
+    """Ids have the bytes of their text as a whole, and of blocks that end with a word."""
     path = {"bytes": "bytes", "spelled": ""}.get(kind, str(HERE / f"{kind}.json"))
     tokenizer = tokenizers.load(path or spelled_spaces(tmp_path_factory.mktemp("spelled")))
     if kind not in ("llama2", "spelled", "bytes"):
@@ -322,7 +322,7 @@ def test_a_corpus_of_ids_is_scored_as_its_text_is(tmp_path: Path, kind: str) -> 
 
 
 def byte_level(special: bool) -> Tokenizer:
-    """A byte-level BPE without merges, and an entry for the end of a text."""
+    """Return a byte-level BPE without merges, with an entry for the end of a text."""
     made = Tokenizer(models.BPE())
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = decoders.ByteLevel()
@@ -333,7 +333,7 @@ def byte_level(special: bool) -> Tokenizer:
 
 
 def whole_words() -> Tokenizer:
-    """A vocabulary of words, of which the end of a text is one."""
+    """Return a tokeniser whose vocabulary is words, one of which is the end of a text."""
     made = Tokenizer(models.WordLevel({"<unk>": 0, "</s>": 1, "one": 2, "two": 3}, unk_token="<unk>"))
     made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return made

@@ -1,4 +1,4 @@
-"""Corpora that are wrong: each mistake is one line."""
+"""Test wrong corpora: each mistake is one line."""
 
 from __future__ import annotations
 
@@ -170,7 +170,7 @@ def test_half_a_file_never_stays_in_the_cache(tmp_path: Path) -> None:
 
 
 def test_a_user_without_a_home_reads_what_needs_no_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run as containers do whose user has a number alone."""
+    """The program runs as in a container whose user has a number and no home."""
     import pwd
 
     def unknown(number: int) -> None:

@@ -1,4 +1,4 @@
-"""The names of files: usual endings in any case, and those of other kinds."""
+"""Test the names of files: usual endings in any case, and those of other kinds."""
 
 from __future__ import annotations
 

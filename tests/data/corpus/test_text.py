@@ -1,4 +1,4 @@
-"""Text files: what their documents are, and how they are split."""
+"""Test text files: what their documents are, and how they are split."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def test_lines_of_json_in_a_text_file_are_worth_a_warning(tmp_path: Path, caplog
 
 
 def test_lines_that_were_read_as_text_are_another_corpus(tmp_path: Path) -> None:
-    """A position in them must not go on in documents of other places; of all other names nothing has changed."""
+    """A position must not go on in documents of other places, so it is refused; all other names behave as before."""
     content = (b'{"text": "' + b"word " * 20 + b'"}\n') * 40
     prints = {}
     for name in ("a.txt", "a.jsonl", "a.JSONL", "a.ndjson"):
@@ -147,7 +147,7 @@ def test_lines_that_were_read_as_text_are_another_corpus(tmp_path: Path) -> None
 
 
 def test_what_ends_a_line_elsewhere_is_text_in_a_line_of_json(tmp_path: Path) -> None:
-    """Line separators of Unicode and control characters: a newline alone ends a line."""
+    """Only a newline ends a line; line separators of Unicode and control characters are text."""
     texts = [f"one\u2028two\u2029three\x85four\x0bfive\x0csix\x1cseven {number}" for number in range(5)]
     lines = (json.dumps({"text": text}, ensure_ascii=False) for text in texts)
     (tmp_path / "a.jsonl").write_text("\r\n".join(lines), "utf-8", newline="")
@@ -155,7 +155,7 @@ def test_what_ends_a_line_elsewhere_is_text_in_a_line_of_json(tmp_path: Path) ->
 
 
 def test_an_integer_of_many_digits_beside_the_text_is_no_mistake(tmp_path: Path) -> None:
-    """Python turns no more than 4,300 digits into a number; JSON has no such bound."""
+    """Such an integer is accepted, although Python parses no more than 4,300 digits; JSON has no bound."""
     lines = [f'{{"id": {"9" * 5000}, "text": "text {number}"}}' for number in range(40)]
     (tmp_path / "a.jsonl").write_text("\n".join(lines))
     data = config(tmp_path, f"text:{tmp_path}/a.jsonl")

@@ -1,4 +1,4 @@
-"""Token files: their formats, where documents begin and end, the width of ids, and what looks wrong and is told."""
+"""Test token files: their formats, where documents begin and end, the width of ids, and warnings about odd ones."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def read(data: DataConfig) -> list[list[int]]:
 
 @pytest.fixture
 def warned(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
-    """Warnings of a process that has given none yet."""
+    """Return the warnings of a process that has given none yet."""
     warning.warn_once.cache_clear()
     caplog.set_level(logging.WARNING)
     return caplog
@@ -84,7 +84,7 @@ def test_a_bin_file_of_another_format_is_not_read_as_ids(tmp_path: Path, header:
 def test_documents_lie_between_their_first_and_last_id(
     at_once: int, ids: list[int], starts: bool, ends: bool, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """Whatever is read at once: a bos opens a document and an eos ends it, where they are named."""
+    """However much is read at once, a bos opens a document and an eos ends it if they are named."""
     path = write(tmp_path_factory.mktemp("ids") / "a.bin", ids)
     documents = [list(run) for is_end, run in itertools.groupby(ids, EOS.__eq__) if not is_end] if ends else [ids]
     documents = [document[starts and document[0] == BOS :] for document in documents]
@@ -206,7 +206,7 @@ def test_ids_of_another_width_are_named(tmp_path: Path, written: str, read: str,
 @pytest.mark.parametrize("dtype", ["uint8", "uint16", "uint32", "int32", "int64"])
 @pytest.mark.parametrize("vocabulary", [2, 16, 256])
 def test_ids_of_their_own_width_are_read(tmp_path: Path, dtype: str, vocabulary: int) -> None:
-    """However few of them there are, and however small."""
+    """Ids of the dtype's own width are read, however few and however small they are."""
     for count in (40, 4001):
         wide(np.random.default_rng(1), count, vocabulary, dtype, tmp_path / "a.bin")
         data = samples.config(tmp_path, f"tokens:{tmp_path}/a.bin", token_dtype=dtype, validation="stdlib")

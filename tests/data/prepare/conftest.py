@@ -1,4 +1,4 @@
-"""Prepared folders for the tests."""
+"""Provide prepared folders for the tests."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.data.prepare.samples import content, copied, prepared, raw, write_lin
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory: pytest.TempPathFactory, bpe: str) -> tuple[DataConfig, DataConfig]:
-    """A corpus of two files as text and prepared in fifteen shards."""
+    """Return a corpus of two files as text and prepared in fifteen shards."""
     folder = tmp_path_factory.mktemp("small")
     for number in range(2):
         write_lines(folder / "corpus" / f"{number}.jsonl", 30, number)
@@ -23,7 +23,7 @@ def small(tmp_path_factory: pytest.TempPathFactory, bpe: str) -> tuple[DataConfi
 
 @pytest.fixture
 def begun(tmp_path: Path, small: tuple[DataConfig, DataConfig]) -> tuple[DataConfig, Path, dict[str, bytes]]:
-    """A folder as a kill leaves it: the text it is made of, the folder, and what the folder becomes."""
+    """Return a folder as a kill leaves it: the text it is made of, the folder, and the folder when it is finished."""
     data, out = copied(small, tmp_path)
     expected = content(out)
     manifest = json.loads((out / "manifest.json").read_text())

@@ -1,4 +1,4 @@
-"""Corpora for the tests of preparing, and what of two folders is compared."""
+"""Make corpora for the tests of preparing, and compare two folders."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[3]
 
 
 def write_lines(path: Path, count: int, seed: int, most: int = 40) -> None:
-    """``count`` texts of up to so many lines, the longest of several pieces, a few cut in the middle of words."""
+    """Write ``count`` texts of up to so many lines; the longest has several pieces, a few are cut within words."""
     rng = random.Random(seed)
     path.parent.mkdir(parents=True, exist_ok=True)
     texts = []
@@ -42,14 +42,14 @@ def raw(folder: Path, source: str, tokenizer: str, **changes: Any) -> DataConfig
 
 
 def prepared(data: DataConfig, out: Path, **options: Any) -> DataConfig:
-    """The same data, prepared."""
+    """Prepare a corpus, and return the config that reads it prepared."""
     fields = ("tokenizer", "field", "sequence_length", "holdout", "cache_dir")
     prepare(data.source, str(out), **{name: getattr(data, name) for name in fields}, **options)
     return dataclasses.replace(data, source=f"prepared:{out}")
 
 
 def copied(small: tuple[DataConfig, DataConfig], tmp_path: Path) -> tuple[DataConfig, Path]:
-    """Corpus and prepared folder as a test's own: what is prepared, and the folder."""
+    """Copy corpus and prepared folder for one test; return what is prepared, and the folder."""
     text, made = small
     corpus, out = (Path(data.source.partition(":")[2]) for data in (text, made))
     shutil.copytree(corpus.parent, tmp_path / "corpus")
@@ -73,7 +73,7 @@ def changed(path: Path) -> None:
 
 
 def line(read: Callable[[], Any]) -> str:
-    """The line of the UserError; "" for none."""
+    """Return the line of the UserError; "" for none."""
     try:
         read()
     except UserError as error:

@@ -1,4 +1,4 @@
-"""Damage of any of the files is a line, and preparing again mends it."""
+"""Test that damage to any of the files is one line, and that preparing again mends it."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_a_half_done_folder_keeps_whole_shards_only(
 
 
 def edits(value: Any) -> Iterator[Any]:
-    """The value with one key gone or one value of another kind, at every depth; of a list, its first item."""
+    """Yield the value with one key gone or one value of another kind, at every depth; of a list, in its first item."""
     keys = list(value) if isinstance(value, dict) else range(min(len(value), 1)) if isinstance(value, list) else []
     for key in keys:
         if isinstance(value, dict):
@@ -98,7 +98,7 @@ def edits(value: Any) -> Iterator[Any]:
 def test_a_file_of_the_folder_that_was_edited_is_a_line(
     tmp_path: Path, small: tuple[DataConfig, DataConfig], name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever was edited: what reads the folder goes on or says a line."""
+    """Whatever was edited, a reader of the folder goes on or ends with a line."""
     text, out = copied(small, tmp_path)
 
     def nothing(*_: Any) -> list[dict[str, Any]]:
@@ -125,7 +125,7 @@ def test_a_file_of_the_folder_that_was_edited_is_a_line(
 def test_a_manifest_that_does_not_go_with_its_tables_is_a_line(
     tmp_path: Path, small: tuple[DataConfig, DataConfig]
 ) -> None:
-    """Any count that was edited, of a shard or of all, or of both alike; and a file that is gone from the list."""
+    """A changed count, of a shard, of all or of both alike, is one line; so is a file that is gone from the list."""
     text, out = copied(small, tmp_path)
     data = dataclasses.replace(text, source=f"prepared:{out}")
     manifest = json.loads((out / "manifest.json").read_text())

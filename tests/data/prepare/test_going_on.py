@@ -1,4 +1,4 @@
-"""A preparation goes on where it was killed, and notices files that changed."""
+"""Test that a preparation goes on where it was killed, and notices files that changed."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def test_a_run_notices_a_changed_file(
 def test_a_run_tells_of_files_that_came_to_the_corpus(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, relative: bool
 ) -> None:
-    """Also where it starts elsewhere, below a folder that looks like a pattern; other files are none of its."""
+    """It reports them from any working directory, below a folder whose name looks like a pattern too, and no others."""
     here = tmp_path / "h[1]"
     for name in ("corpus/a/0.jsonl", "corpus/b/c/0.jsonl"):
         write_lines(here / name, 20, 0)

@@ -1,4 +1,4 @@
-"""Manifests tell corpora apart; what is wrong with a folder or a command is one line."""
+"""Test that manifests tell corpora apart, and that a mistake in a folder or a command is one line."""
 
 from __future__ import annotations
 

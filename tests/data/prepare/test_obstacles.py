@@ -1,4 +1,4 @@
-"""Hold what a preparation does about obstacles: full disks, other processes, files that change."""
+"""Test what a preparation does about obstacles: full disks, other processes, files that change."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.data.prepare.samples import content, copied, prepared, raw, write_lin
 
 @contextlib.contextmanager
 def small_disk(size: int) -> Iterator[None]:
-    """No file may become larger: what a full disk is to a program, with another reason."""
+    """Limit the size of files, which is to a program what a full disk is, with another reason."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
     try:
@@ -36,7 +36,7 @@ def small_disk(size: int) -> Iterator[None]:
 def test_a_full_disk_is_a_line_and_the_same_command_goes_on(
     tmp_path: Path, small: tuple[DataConfig, DataConfig], size: int
 ) -> None:
-    """At the first file, at the second, at a shard."""
+    """The disk is full at the first file, at the second, or at a shard."""
     text, _ = copied(small, tmp_path)
     out = tmp_path / "new"
     where = "shard-0000\\d.array_record" if size > 300 else "(origin|plan).json"
@@ -176,7 +176,7 @@ def test_two_processes_do_not_prepare_the_same_folder(tmp_path: Path, small: tup
 def test_a_file_system_without_locks_is_told_and_no_error(
     tmp_path: Path, small: tuple[DataConfig, DataConfig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Run on a file system without locks, as NFS and Lustre may be mounted."""
+    """The file system has no locks, as NFS and Lustre may be mounted; a line says so, and the preparation goes on."""
     data, out = copied(small, tmp_path)
 
     def none_available(*_: object) -> None:
@@ -191,7 +191,7 @@ def test_a_file_system_without_locks_is_told_and_no_error(
 def test_a_mistake_in_a_document_is_one_line_of_the_process_that_found_it(
     tmp_path: Path, small: tuple[DataConfig, DataConfig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A file that changes after its lines were found, as a process sees it."""
+    """A process sees a file that changed after its lines were found."""
     data, _ = copied(small, tmp_path)
 
     def change_and_run(*arguments: Any) -> Any:

@@ -1,4 +1,4 @@
-"""A prepared folder gives the batches that the text itself gives."""
+"""Test that a prepared folder gives the batches that the text itself gives."""
 
 from __future__ import annotations
 

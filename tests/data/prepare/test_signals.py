@@ -1,4 +1,4 @@
-"""Signals end a preparation as any error does."""
+"""Test that signals end a preparation as any error does."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_a_signal_ends_it_as_any_error_does(
     number: signal.Signals,
     complete: int,
 ) -> None:
-    """One line, its exit code, and whole shards or nothing; then the same command goes on."""
+    """A signal leaves one line, its exit code, and whole shards or nothing; then the same command goes on."""
     text, made = copied(small, tmp_path)
     out = tmp_path / "new"
     arguments = ["--source", text.source, "--out", str(out), "--tokenizer", text.tokenizer, "--sequence_length", "16"]
@@ -76,7 +76,7 @@ def test_a_signal_ends_it_as_any_error_does(
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_is_held_back_whichever_thread_takes_it(number: signal.Signals) -> None:
-    """Other threads of the process do not mask it; Python's handler runs in the main thread."""
+    """Other threads of the process do not block the signal; Python's handler runs in the main thread."""
     done = threading.Event()
     thread = threading.Thread(target=done.wait)
     thread.start()

@@ -1,4 +1,4 @@
-"""Mixtures and named validation sets: shares, order, resuming, what is written of each source."""
+"""Test mixtures and named validation sets: shares, order, resuming, and what is written of each source."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ LETTERS = {"short": b"abc", "long": b"def", "middle": b"ghi"}  # each source is 
 
 @pytest.fixture(scope="module")
 def mixed(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Three corpora of documents of very different lengths, 6 : 3 : 1."""
+    """Return three corpora of documents of very different lengths, mixed 6 : 3 : 1."""
     folder = tmp_path_factory.mktemp("corpora")
     rng = random.Random(0)
     for (name, letters), length in zip(LETTERS.items(), (5, 300, 40), strict=True):
@@ -161,7 +161,7 @@ def test_a_killed_run_goes_on_bit_for_bit(mixed, tmp_path):
 
 
 def test_named_sets(mixed, tmp_path):
-    """What a training source holds out, and a corpus of its own, which is read whole."""
+    """A set that a training source holds out and a corpus of its own, which is read whole, are validated by name."""
     one = shares(mixed)[0].source
     (tmp_path / "own.txt").write_bytes(b"9" * 50)
     data = made_of(mixed, validation=f"sets:held={one}; own=text:{tmp_path}/own.txt").data

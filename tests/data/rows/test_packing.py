@@ -1,4 +1,4 @@
-"""Packing: every target once, nothing leaks, and a stream is its two integers."""
+"""Test packing: every token is a target once, nothing leaks, and two integers describe a stream."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ documents_of = st.lists(st.integers(0, 40), min_size=1, max_size=12)
 
 
 def make(lengths: list[int]) -> list[Document]:
-    """Documents whose tokens are all different, so that a token tells where it came from; byte counts likewise."""
+    """Make documents whose tokens are all different, so that a token tells where it came from; byte counts likewise."""
     made, first = [], 0
     for length in lengths:
         ids = np.arange(first, first + length, dtype=np.int32)
@@ -99,7 +99,7 @@ def test_a_stream_continues_from_its_two_integers(lengths: list[int], room: list
 
 
 class Held:
-    """Documents in memory."""
+    """Holds documents in memory."""
 
     def __init__(self, contents: list[bytes], known: bool = True):
         self.contents = contents

@@ -1,4 +1,4 @@
-"""The rows that a run is validated on: spread over the documents, the same for any batch size, hosts and format."""
+"""Test the rows that a run is validated on: spread over documents, the same for any batch size, hosts and format."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ LENGTH = 8
 
 
 def documents(sizes: list[int]) -> list[Document]:
-    """Of so many pairs each, whose tokens are numbers of their own."""
+    """Return documents of so many pairs each, whose tokens are numbers of their own."""
     starts = np.cumsum([0, *(size + 1 for size in sizes)]).tolist()
     return [
         Document(np.arange(start, start + size + 1, dtype=np.int32), np.ones(size, np.int32))
@@ -112,7 +112,7 @@ def test_at_many_places_each_costs_one_document() -> None:
 
 
 def letters(folder: Path) -> DataConfig:
-    """400 documents that grow harder: of one letter, then of two, … of 26."""
+    """Return 400 documents that grow harder: of one letter, then of two, … of 26."""
     folder.mkdir(parents=True, exist_ok=True)
     rng = random.Random(0)
     for name, count in (("train", 40), ("held", 400)):
@@ -163,7 +163,7 @@ def test_a_whole_set_is_not_read_just_to_say_so(tmp_path: Path, monkeypatch: pyt
 
 
 def test_what_is_measured_on_them_is_near_the_whole(tmp_path: Path) -> None:
-    """The mean letter, which grows from the first document to the last: of the first rows it is the first letters'."""
+    """The mean letter, which grows from the first document to the last, is near the whole's, unlike the first rows'."""
     data = letters(tmp_path)
 
     def mean(found: dict[str, np.ndarray]) -> float:
@@ -181,7 +181,7 @@ def test_what_is_measured_on_them_is_near_the_whole(tmp_path: Path) -> None:
 
 
 def of_run(source: str, steps: int = 4, **validation: Any) -> configs.Config:
-    """A plain run of one block, without probes."""
+    """Return the config of a plain run of one block, without probes."""
     groups: dict[str, dict[str, Any]] = {
         "model": {"layers": 1},
         "train": {"steps": steps},
@@ -193,7 +193,7 @@ def of_run(source: str, steps: int = 4, **validation: Any) -> configs.Config:
 
 
 def older(folder: Path) -> None:
-    """As a version without the fields left it."""
+    """Change a run folder to what a version without the fields left."""
     for path in [folder / "config.json", *folder.glob("checkpoints/*/config/metadata")]:
         stored = read_json(path)
         for name in ("rule", "rows"):
@@ -219,7 +219,7 @@ def test_a_run_says_what_it_reads_and_perplexity_reads_the_same(
 
 
 def test_an_older_run_keeps_its_rows(corpus: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """With the command as it was: the default that was 16 batches is none now, and another number is refused."""
+    """The same command resumes it, although the default of 16 batches is gone now; another number is refused."""
     old, whole = tmp_path / "old", tmp_path / "whole"
     assert run(of_run(corpus, rule="first", batches=2), whole) == 0
     assert run(of_run(corpus, 2, rule="first", batches=2), old) == 0

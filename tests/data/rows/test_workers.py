@@ -1,4 +1,4 @@
-"""Worker processes: they change neither batches nor state, and what goes wrong in them is a line."""
+"""Test worker processes: they change neither batches nor state, and their errors are one line."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.data.conftest import write_texts
 
 @pytest.fixture
 def mixed(tmp_path: Path, bpe: str) -> DataConfig:
-    """Two sources and a tokeniser that takes its time."""
+    """Return two sources and a tokeniser that takes its time."""
     for seed, name in enumerate("ab"):
         write_texts(tmp_path / name, 20, seed=seed)
     return DataConfig(
@@ -47,7 +47,7 @@ def opened(data: DataConfig, workers: int, **arguments: Any) -> Iterator[TrainIt
 
 
 def read(iterator: TrainIterator, count: int) -> list[tuple[Batch, dict[str, Any]]]:
-    """Batches, each with the state behind it."""
+    """Return batches, each with the state after it."""
     return [(next(iterator), json.loads(json.dumps(iterator.get_state()))) for _ in range(count)]
 
 
@@ -60,7 +60,7 @@ def assert_same(one: list[tuple[Batch, Any]], other: list[tuple[Batch, Any]]) ->
 
 
 def test_their_number_changes_neither_batches_nor_state(mixed):
-    """Five rows on two processes, which go on from a state of one."""
+    """Five rows on two processes go on from the state of one process."""
     with opened(mixed, 0) as alone, opened(mixed, 2) as shared:
         assert alone.get_state() == shared.get_state()
         whole = read(alone, 12)
@@ -75,7 +75,7 @@ def test_their_number_changes_neither_batches_nor_state(mixed):
 @pytest.mark.parametrize("prefetch", [0, 3])
 @pytest.mark.parametrize("workers", [1, 3, 9])
 def test_any_number_of_them_any_rows_and_read_ahead(mixed, workers, prefetch):
-    """More than there are rows too; a state goes from any number to any other."""
+    """There may be more processes than rows, and a state goes from any number of them to any other."""
     data = dataclasses.replace(mixed, prefetch=prefetch)
     for rows in ([0, 1, 2, 3, 4], [1, 4], [2]):
         with opened(data, 0, rows=rows) as alone, opened(data, workers, rows=rows) as shared:

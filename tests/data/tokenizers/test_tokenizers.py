@@ -1,4 +1,4 @@
-"""Tokenisers: bytes there and back, BPE with exact byte counts, special tokens, errors."""
+"""Test tokenisers: bytes there and back, BPE with exact byte counts, special tokens, errors."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TEXT = [
 
 
 def byte_level(specials: tuple[str, ...] = ("<|endoftext|>",), **options: bool) -> Tokenizer:
-    """A byte-level BPE of 350 pieces, trained on `TEXT`."""
+    """Return a byte-level BPE of 350 pieces, trained on `TEXT`."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(**options)
     tokenizer.decoder = decoders.ByteLevel()
@@ -36,7 +36,7 @@ def byte_level(specials: tuple[str, ...] = ("<|endoftext|>",), **options: bool) 
 
 
 def fallback() -> Tokenizer:
-    """Character BPE with byte fallback, the kind of Llama 2: metaspace, <0xHH> pieces, a normaliser that drops text."""
+    """Return a character BPE with byte fallback, as Llama 2's: metaspace, <0xHH> pieces, a lossy normaliser."""
     tokenizer = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True))
     tokenizer.normalizer = normalizers.Sequence([normalizers.Strip(), normalizers.Replace(" ", "▁")])
     trainer = trainers.BpeTrainer(
@@ -137,7 +137,7 @@ def test_errors_name_the_file(tmp_path: Path) -> None:
 
 
 def test_what_lies_beside_the_file_names_bos_and_eos(tmp_path: Path) -> None:
-    """By text or as an object; it counts before the usual names, and makes another tokeniser of the same file."""
+    """The file names them as text or as an object, before the usual names, and makes another tokeniser of the json."""
     path = tmp_path / "tokenizer.json"
     byte_level(("<|endoftext|>", "<start>", "<stop>")).save(str(path))
     usual = tokenizers.JsonTokenizer(path)
@@ -162,7 +162,7 @@ def test_deepseeks_names_are_known(tmp_path: Path) -> None:
 
 
 def test_a_dropout_of_merges_is_switched_off(tmp_path: Path) -> None:
-    """Else every reading of a text would be another, and so would every resume, host and prepared folder."""
+    """With dropout every reading of a text would differ, and so would every resume, host and prepared folder."""
     described = json.loads(byte_level().to_str())
     (tmp_path / "plain.json").write_text(json.dumps(described))
     described["model"]["dropout"] = 0.5

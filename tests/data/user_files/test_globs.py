@@ -1,4 +1,4 @@
-"""Globs: which files they match, and what they say of links, folders, pipes and odd names."""
+"""Test globs: which files they match, and what is said of links, folders, pipes and odd names."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def write(path: Path, count: int = 40) -> None:
 
 @pytest.fixture
 def warned(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
-    """Warnings of a process that has given none yet."""
+    """Return the warnings of a process that has given none yet."""
     warning.warn_once.cache_clear()
     caplog.set_level(logging.WARNING)
     return caplog
@@ -41,7 +41,7 @@ def test_files_are_sorted_and_named_below_the_fixed_part(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("pattern", ["*.jsonl", "**/*.jsonl", "b.jsonl"])
 def test_a_link_to_nothing_is_refused_and_not_passed_over(tmp_path: Path, pattern: str) -> None:
-    """Leave a link as git-annex, DVC and datalad do for each file whose content was not fetched."""
+    """git-annex, DVC and datalad leave such a link for each file whose content was not fetched."""
     write(tmp_path / "a.jsonl")
     (tmp_path / "b.jsonl").symlink_to(".annex/objects/SHA256-e3b0c442")
     with pytest.raises(UserError, match=r"/b\.jsonl is a link to \.annex/objects/SHA256-e3b0c442, which is not there"):
@@ -68,7 +68,7 @@ def test_a_file_of_several_names_is_told(tmp_path: Path, warned: pytest.LogCaptu
 
 
 def test_a_folder_that_holds_a_link_to_itself_is_told(tmp_path: Path, warned: pytest.LogCaptureFixture) -> None:
-    """Python follows it some forty times."""
+    """Python follows such a link some forty times; a warning says so."""
     write(tmp_path / "a.jsonl")
     (tmp_path / "again").symlink_to(".")
     (tmp_path / "b.jsonl").symlink_to("a.jsonl")
@@ -78,7 +78,7 @@ def test_a_folder_that_holds_a_link_to_itself_is_told(tmp_path: Path, warned: py
 
 
 def test_folders_where_files_are_meant_are_told(tmp_path: Path, warned: pytest.LogCaptureFixture) -> None:
-    """As Spark and Dask write them, in parts."""
+    """Spark and Dask write such folders, in parts; a warning names them."""
     write(tmp_path / "a.jsonl" / "part-0.jsonl")
     with pytest.raises(UserError, match=r"\*\.jsonl matches folders alone, as .*/a\.jsonl; name the files in them"):
         match("text", f"{tmp_path}/*.jsonl")
@@ -105,7 +105,7 @@ def test_a_file_that_goes_before_it_is_looked_at_is_one_line(tmp_path: Path, mon
 
 @pytest.fixture
 def odd(tmp_path: Path) -> str:
-    """A corpus of a file whose name is not UTF-8 (Latin-1), and another."""
+    """Return a corpus of a file whose name is not UTF-8 (Latin-1), and of another."""
     write(tmp_path / "corpus" / "a.jsonl")
     os.rename(os.fsencode(tmp_path / "corpus" / "a.jsonl"), os.fsencode(tmp_path / "corpus") + b"/caf\xe9.jsonl")
     write(tmp_path / "corpus" / "b.jsonl")
@@ -124,7 +124,7 @@ def test_a_name_that_is_not_utf8_is_read_and_prepared(odd: str, tmp_path: Path) 
 
 @pytest.mark.usefixtures("compiled_once")
 def test_a_name_that_is_not_utf8_is_trained_on(odd: str, tmp_path: Path) -> None:
-    """Its name stands in corpus.json, and in train.log where a line speaks of it."""
+    """Its name stands in corpus.json, and in train.log where a line mentions it."""
     made = small_runs.config(odd, "plain")
     assert small_runs.run(made, tmp_path / "run") == 0
     (files,) = json.loads((tmp_path / "run" / "corpus.json").read_text(encoding="utf-8")).values()

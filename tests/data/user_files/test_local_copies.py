@@ -1,4 +1,4 @@
-"""Files of every format, here and in a store, give the same documents; what is broken gives one line."""
+"""Test that files of every format, here and in a store, give the same documents, and broken ones one line."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def everything(folder: Path, source: str) -> list[bytes]:
 
 
 def frames(content: bytes) -> bytes:
-    """As parallel compressors write: several frames, one of them empty."""
+    """Return the text compressed as parallel compressors do: several frames, one of them empty."""
     cut = len(content) // 3
     return b"".join(map(zstandard.compress, (content[:cut], b"", content[cut:])))
 
@@ -139,7 +139,7 @@ def test_a_changed_file_is_copied_again_and_an_unchanged_one_is_not(
 
 
 def test_a_parquet_file_is_read_in_bounded_memory(tmp_path: Path) -> None:
-    """48 MB of text in one row group: copied with no more than 100 MB beyond what the readers take by themselves."""
+    """Copying 48 MB of text in one row group takes no more than 100 MB beyond what the readers take by themselves."""
     text = "a line of text, and another one that is as long\n" * 200
     with pyarrow.parquet.ParquetWriter(
         tmp_path / "a.parquet", pyarrow.schema({"text": pyarrow.string()}), use_dictionary=False
@@ -219,7 +219,7 @@ def test_a_broken_file_is_one_line_and_leaves_nothing_in_the_cache(tmp_path: Pat
 def test_a_full_disk_is_a_line_and_leaves_nothing_in_the_cache(
     tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A limit on the size of files, which the system tells as it tells a full disk."""
+    """A limit on the size of files stands for the full disk, since the system reports both alike."""
     text = "a line of text\n" * 1000
     if name.endswith(".gz"):
         (tmp_path / name).write_bytes(gzip.compress(text.encode()))
@@ -328,7 +328,7 @@ def test_what_is_wrong_with_a_store_is_one_line(tmp_path: Path, store: ObjectSto
 
 
 def test_a_parquet_column_of_two_is_refused_and_one_with_dots_is_itself(tmp_path: Path) -> None:
-    """Joined tables may have a name twice; nested columns are named with dots by parquet itself."""
+    """Joined tables may have a name twice, and parquet itself names nested columns with dots."""
     columns = [pyarrow.array([text] * 60) for text in ("a b", "c d")]
     twice = pyarrow.Table.from_arrays(columns, names=["text", "text"])
     pyarrow.parquet.write_table(twice, tmp_path / "twice.parquet")
@@ -341,7 +341,7 @@ def test_a_parquet_column_of_two_is_refused_and_one_with_dots_is_itself(tmp_path
 
 
 def test_empty_row_groups_and_skippable_frames_are_passed_over(tmp_path: Path) -> None:
-    """As writers of parquet and pzstd leave them."""
+    """Writers of parquet and pzstd leave such groups and frames; they are skipped."""
     schema = pyarrow.schema([("text", pyarrow.string())])
     with pyarrow.parquet.ParquetWriter(tmp_path / "a.parquet", schema) as writer:
         for texts in ([], ["one"] * 40, [], ["two"] * 40, []):

@@ -1,4 +1,4 @@
-"""Make the report's section of beliefs: what eval.windtunnel measured of runs on wind tunnels."""
+"""Make the report's section of beliefs, from the results of eval.windtunnel for runs on wind tunnels."""
 
 from __future__ import annotations
 

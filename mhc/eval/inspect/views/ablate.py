@@ -10,12 +10,13 @@ from typing import Any
 import numpy as np
 
 from mhc.config import Config
+from mhc.eval.common.ablation import Case, cases
 from mhc.eval.common.checkpoints import Checkpoint
 from mhc.eval.common.palette import Style
 from mhc.eval.common.sheet import Sheet
 from mhc.eval.common.statistics import Bounds, Estimate
 from mhc.eval.common.terminal import Progress, aligned
-from mhc.eval.inspect.ablation import Ablater, Case, cases, chance, differs, mean_outputs, random_heads
+from mhc.eval.inspect.ablation import Ablater, chance, differs, mean_outputs, random_heads
 from mhc.eval.inspect.rows import read_rows
 from mhc.eval.inspect.views.drawing import COLOURS, few, heat, with_bounds
 

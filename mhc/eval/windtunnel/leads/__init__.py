@@ -1,1 +1,1 @@
-"""Ask which measure of a belief leaves its healthy band before the loss says something, and by how many steps."""
+"""Find which measures of a belief leave their healthy band before the loss is flagged, and by how many steps."""

@@ -1,6 +1,6 @@
-"""Tell when a measure leaves the band of healthy arms, and how that stands to the loss: pure functions of series.
+"""Find when a measure leaves the band of healthy arms, and compare that with the loss, by pure functions of series.
 
-The **band** of a measure, for an arm, is told by the healthy arms: those of its topology at the lowest rate, of every
+The **band** of a measure, for an arm, comes from the healthy arms: those of its topology at the lowest rate, of every
 seed, at the same step of training. Its centre is their median. Its half-width is four times their standard deviation
 over seeds, of which the median over steps is taken, and at least a floor that the measure has. An arm that is itself
 healthy is held against the others, so that it can raise a false alarm too. A band that follows the step, and not the
@@ -45,7 +45,7 @@ class Measure:
 
 
 class Band(NamedTuple):
-    """Holds where a healthy measure lies: centre [C] at each of the steps [C], and a half-width."""
+    """Holds the band of a healthy measure: its centre [C] at each of the steps [C], and its half-width."""
 
     steps: Floats
     centre: Floats
@@ -54,7 +54,7 @@ class Band(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Trace:
-    """Holds what the checkpoints of one arm show, and when its loss said something. Steps count the whole training.
+    """Holds the measures of one arm's checkpoints, and when its loss was flagged. Steps count the whole training.
 
     Attributes:
         arm: its name.
@@ -88,7 +88,7 @@ class Exit(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """Describes how a measure of an arm stands to the arm's loss under one detector.
+    """Describes how a measure of an arm compares with the arm's loss under one detector.
 
     Attributes:
         arm, measure: names.
@@ -112,7 +112,7 @@ class Outcome:
 
 @dataclasses.dataclass(frozen=True)
 class Record:
-    """Describes how a measure did over several arms: a row of the table of monitors.
+    """Describes the results of a measure over several arms: a row of the table of monitors.
 
     Attributes:
         measure: its name.
@@ -139,14 +139,14 @@ class Record:
 
 
 def healthy(trace: Trace, traces: Sequence[Trace]) -> list[Trace]:
-    """Return the arms that tell the band of an arm: its topology's at the lowest rate, but for itself."""
+    """Return the arms that define the band of an arm: its topology's at the lowest rate, without the arm itself."""
     same = [other for other in traces if other.kind == trace.kind]
     lowest = min(other.rate for other in same)
     return [other for other in same if other.rate == lowest and other is not trace]
 
 
 def band(measure: Measure, arms: Sequence[Trace]) -> Band | None:
-    """Return the band that healthy arms tell, at the steps that all of them have.
+    """Return the band that healthy arms define, at the steps that all of them have.
 
     Returns:
         None where there are no arms, or no step that all of them have with a finite value.
@@ -177,7 +177,7 @@ def leaves(measure: Measure, steps: Floats, values: Floats, limits: Band) -> Exi
 
 
 def outcome(measure: Measure, trace: Trace, traces: Sequence[Trace], detector: str) -> Outcome | None:
-    """Return how a measure of an arm stands to its loss; None where no healthy arms tell a band."""
+    """Return how a measure of an arm compares with its loss; None if no healthy arms define a band."""
     limits = band(measure, healthy(trace, traces))
     if limits is None or not np.isin(trace.steps, limits.steps).any():
         return None

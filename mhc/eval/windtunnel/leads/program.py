@@ -1,4 +1,4 @@
-"""Tell how many steps before the loss each measure of a belief leaves its healthy band, over the runs of a grid.
+"""Find how many steps before the loss each measure of a belief leaves its healthy band, over the runs of a grid.
 
     python -m mhc.grid run configs/grids/windtunnel.py --workdir runs/windtunnel
     python -m eval.windtunnel --leads runs/windtunnel --out runs/windtunnel

@@ -1,4 +1,4 @@
-"""Read runs: the belief at every kept checkpoint, and the step at which the loss said something."""
+"""Read runs: the belief at every kept checkpoint, and the step at which the loss was flagged."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ def _loss(run: Run, begin: int) -> tuple[int, dict[str, int | None]]:
 
 
 class _Readings:
-    """Keeps what each checkpoint gave, in a file of JSON lines."""
+    """Keeps the measures of each checkpoint in a file of JSON lines."""
 
     def __init__(self, path: Path, sequences: int) -> None:
         self._path, self._sequences = path, sequences
@@ -165,7 +165,7 @@ class _Readings:
         self._known = {_key(record): record["values"] for record in known}
 
     def of(self, run: Run, step: int, place: str) -> Mapping[str, float]:
-        """Return what a checkpoint gives: {measure: value} of those that exist."""
+        """Return {measure: value} of a checkpoint, for the measures that exist."""
         folder = run.folder / "checkpoints" / str(step)
         record: dict[str, Any] = {
             "run": str(run.folder),

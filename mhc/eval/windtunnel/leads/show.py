@@ -74,7 +74,7 @@ def report(traces: Sequence[Trace]) -> dict[str, Any]:
 
 
 def _measures(detector: str) -> list[Measure]:
-    """Return the measures that are held against a detector: the held-out loss is not held against itself."""
+    """Return the measures that are compared with a detector: the held-out loss is not compared with itself."""
     return [measure for measure in MEASURES if detector != HELD_OUT or measure is not KL]
 
 
