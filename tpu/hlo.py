@@ -37,7 +37,7 @@ class Memory(NamedTuple):
 
     @property
     def peak(self) -> int:
-        """Return the sum: XLA allocates everything for as long as the program runs."""
+        """Return the sum of all parts, since XLA allocates everything for as long as the program runs."""
         return sum(self)
 
 

@@ -30,7 +30,7 @@ class Case(NamedTuple):
 
 
 class Means(NamedTuple):
-    """Holds means over tokens, float64."""
+    """Holds the mean outputs of heads and sublayers over tokens, float64."""
 
     heads: np.ndarray  # [L, H, J]: heads' results before the output projection
     outputs: np.ndarray  # [L, 2, D]: F's output

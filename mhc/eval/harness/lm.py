@@ -400,7 +400,7 @@ def generation(arguments: Mapping[str, Any], limit: int | None) -> Generation:
 
 
 def _number(arguments: Mapping[str, Any], name: str, default: float = 0.0) -> float:
-    """Return a number among the arguments, ``default`` where it is absent or null. Raises UserError otherwise."""
+    """Return an argument that is a number; ``default`` if it is absent or null. Raises UserError for anything else."""
     value = arguments.get(name)
     if value is None:
         return default

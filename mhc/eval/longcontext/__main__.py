@@ -8,12 +8,12 @@
 A needle is a sentence that gives an invented name a random number; it is hidden at a depth of the run's own validation
 text, whose documents are laid end to end, and the text closes with the beginning of the same sentence. Three measures:
 *exact*, greedy decoding gives the number; *first*, it is the most probable of K numbers (chance 1/K); *gain*, the nats
-per token by which it is more probable than with the needle replaced by further text. Gain shows how
-much small models take from a needle long before they get it right.
+per token by which it is more probable than with the needle replaced by further text. Gain shows how much
+small models take from a needle long before they get it right.
 
 Lengths are of whole rows in tokens, by default 1/4 to 4 times the trained length. Samples are the same at every depth
-and length, and for all checkpoints that share a tokeniser and a corpus. Intervals are 95 %: Wilson's of shares,
-bootstrap over samples of nats, over rows of losses, over passes and steps of times.
+and length, and for all checkpoints that share a tokeniser and a corpus. Intervals are 95 %. Shares
+have Wilson's; nats have bootstrap intervals over samples, losses over rows, and times over passes and steps.
 """
 
 from __future__ import annotations

@@ -136,7 +136,7 @@ class Asked(NamedTuple):
 
 
 def ask(every: Sequence[Asked], score: Score) -> Answers:
-    """Return the answers: all candidates of each question are scored, and the value after the control."""
+    """Return the answers: score all candidates of each question, and the true value after the control's context."""
 
     def rows() -> Iterable[Row]:
         for asked in every:

@@ -46,7 +46,7 @@ class Shown(NamedTuple):
 
 
 class Measure(Protocol):
-    """Describes the module of a measure."""
+    """Describes the functions that the module of a measure has."""
 
     def measure(self, checkpoint: Checkpoint, task: Task, sequences: int) -> Result:
         """Return the result for a checkpoint on so many held-out sequences of a task that it fits."""
