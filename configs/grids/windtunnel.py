@@ -2,7 +2,7 @@
 
 A belief must be there before it can wear away. So each topology first learns the bijection of 8 symbols at the lowest
 rate, and three arms go on from its step 160 at higher rates, with a new optimiser and a warm-up, while the first goes
-on as it was. Every tenth checkpoint is kept, for ``eval.windtunnel --leads``.
+on as it was. A checkpoint is kept every ten steps, for ``eval.windtunnel --leads``.
 """
 
 from __future__ import annotations
