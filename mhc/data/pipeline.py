@@ -255,7 +255,7 @@ class ValidationBatches:
         return share_lost(self._source, self._tokenizer)
 
     def coverage(self, name: str = "") -> str:
-        """Return a line that tells how much of the set is read; this makes the rows, unless all of it is."""
+        """Return a line that tells how much of the set is read; unless that is all, the rows are made to count it."""
         subject = f"validation set {name}" if name else "validation"
         if not self._count:
             return f"{subject}: all of its {len(self._source):,} document(s)"

@@ -11,7 +11,7 @@ from mhc.eval.compare.topologies import Topology, reference_of
 
 
 def relative_cost(topology: Topology, topologies: Sequence[Topology]) -> tuple[float | None, float | None] | None:
-    """Return (tokens per second, parameters) over those of its plain reference; None where there is no reference.
+    """Return (tokens per second, parameters) divided by those of the plain reference; None without a reference.
 
     The reference is the plain topology that differs in the residual alone.
     """

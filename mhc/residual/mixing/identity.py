@@ -13,7 +13,7 @@ from mhc.residual.runner import ManifoldRunner
 
 
 class IdentityRunner(ManifoldRunner):
-    """Leave the streams as they are."""
+    """Computes H_res in numpy, the identity."""
 
     def mixing(self, logits, n):
         return np.broadcast_to(np.eye(n), (*logits.shape[:-1], n, n))

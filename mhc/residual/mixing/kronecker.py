@@ -13,7 +13,7 @@ from mhc.residual.runner import ManifoldRunner, softmax
 
 
 class KroneckerRunner(ManifoldRunner):
-    """Multiply the factors [[p, q], [q, p]], the first of them outermost."""
+    """Computes H_res in numpy, the Kronecker product of factors [[p, q], [q, p]], the first of them outermost."""
 
     def mixing(self, logits, n):
         lead = logits.shape[:-1]

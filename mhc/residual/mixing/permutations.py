@@ -18,7 +18,7 @@ LARGEST = 5
 
 
 class PermutationsRunner(ManifoldRunner):
-    """Mix all permutation matrices."""
+    """Computes H_res in numpy, a mixture of all permutation matrices."""
 
     def mixing(self, logits, n):
         every = np.eye(n)[list(itertools.permutations(range(n)))]

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class SinkhornRunner(ManifoldRunner):
-    """Iterate on logarithms, in either preset's order."""
+    """Computes H_res in numpy, by iterations on logarithms in either preset's order."""
 
     def mixing(self, logits, n):
         deepseek, iters = self.r["sinkhorn"] == "deepseek", self.r["iters"]

@@ -16,7 +16,7 @@ HOME_GAP, DELTA = 4.0, -8.0
 
 
 class TransportRunner(ManifoldRunner):
-    """Fill the matrix entry by entry, and mix the uniform one in."""
+    """Computes H_res in numpy, filled entry by entry, with the uniform matrix mixed in."""
 
     def mixing_of(self, name, logits, n):
         h = self.mixing(logits, n)
