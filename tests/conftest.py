@@ -120,10 +120,26 @@ def pytest_collection_finish() -> None:
 REASONS = ("product", "process", "long", "scripts")  # why `make test` leaves a test out; pyproject.toml explains them
 
 
+# Kinds with a like that `make test` holds to what every kind is held to: shc stands for the other relatives of mhc,
+# attn_res for the other kinds over depth. Their golden values and their configs are fast for each of them.
+LIKES = frozenset({"go_mhc", "tbp_mhc", "iso", "circulant", "denseformer", "laurel"})
+ROOMS = frozenset({"contracts", "residual", "model", "interop", "eval"})  # whose tests compile for each kind
+
+
+def _has_a_like(item: pytest.Item) -> bool:
+    """Return whether a test tries one of `LIKES` in a room where every kind compiles."""
+    parameters = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
+    kind = parameters.get("kind") or getattr(parameters.get("group"), "kind", None)
+    room = item.path.relative_to(item.config.rootpath).parts[1]
+    return isinstance(kind, str) and kind in LIKES and room in ROOMS and "golden" not in item.path.name
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark every test that gives a reason as ``slow``, before ``-m`` chooses; refuse ``slow`` without a reason."""
     for item in items:
+        if _has_a_like(item):
+            item.add_marker("product")
         if item.get_closest_marker("slow"):
             raise pytest.UsageError(f"{item.nodeid} is marked slow: mark it by its reason, one of {', '.join(REASONS)}")
         if any(item.get_closest_marker(reason) for reason in REASONS):

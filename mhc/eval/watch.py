@@ -98,12 +98,19 @@ def _deleted(run: Folder, step: int, sleep: Callable[[float], None]) -> bool:
 
 
 def finished(run: Folder) -> bool:
-    """Return whether the run writes no more checkpoints: its summary is of the last step, or the guard halted it."""
+    """Return whether the run writes no more checkpoints: its summary is of the last step, or the guard halted it.
+
+    Raises:
+      UserError: one of the two files is damaged.
+    """
     summary_, config = (remote.read(run / name) for name in ("summary.json", "config.json"))
     if summary_ is None or config is None:
         return False
-    told = json.loads(summary_)
-    return bool(told["exit_reason"] == "halted" or told["steps"] >= json.loads(config)["train"]["steps"])
+    try:
+        told = json.loads(summary_)
+        return bool(told["exit_reason"] == "halted" or told["steps"] >= json.loads(config)["train"]["steps"])
+    except (ValueError, KeyError, TypeError) as error:  # bytes that are no UTF-8 are a ValueError too
+        raise UserError(f"{run}: summary.json and config.json: not as a run writes them ({error!r})") from None
 
 
 def perplexity(checkpoint: checkpoints.Checkpoint, options: argparse.Namespace, changes: dict[str, Any]) -> Scored:

@@ -174,7 +174,7 @@ def test_periods_are_the_same_scanned_and_recomputed_as_unrolled() -> None:
     compare_depths("sources", {"remat": "full"})
 
 
-@pytest.mark.parametrize("block", [0, 2, pytest.param(3, marks=pytest.mark.product)])
+@pytest.mark.parametrize("block", [2, *(pytest.param(block, marks=pytest.mark.product) for block in (0, 3))])
 def test_residual_blocks_of_any_size_are_the_same_however_they_are_run(block: int) -> None:
     """A period has one block of the network, or three with two residual blocks in it."""
     compare_depths("attn_res", {"remat": "full"}, residual={"kind": "attn_res", "block": block})

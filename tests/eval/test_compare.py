@@ -28,6 +28,7 @@ from mhc.errors import UserError
 from mhc.eval.common.palette import Style
 from mhc.eval.common.sheet import envelope
 from mhc.eval.common.words import number
+from mhc.eval.compare import checks
 from mhc.eval.compare import write as compare_module
 from mhc.eval.compare.__main__ import main
 from mhc.eval.compare.comparison import comparison_of
@@ -565,6 +566,13 @@ def broken(name: str, content: str) -> Callable[[Path], list[str]]:
         return [str(root)]
 
     return make
+
+
+@pytest.mark.parametrize("name", ["seconds", "steps", "params", "exit_reason"])
+@pytest.mark.parametrize("value", [None, [], {}, True])
+def test_a_value_of_another_type_in_a_summary_is_named(name: str, value: Any, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=rf"summary\.json: {name}: given {re.escape(repr(value))}, allowed: "):
+        checks.check_summary({name: value}, tmp_path / "summary.json")
 
 
 def exit_code(arguments: list[str]) -> int:

@@ -96,6 +96,23 @@ def test_a_run_that_was_lengthened_or_stopped_is_not_done(trained, tmp_path):
     assert not watch.finished(folder)
 
 
+@pytest.mark.parametrize(
+    ("summary", "config"),
+    [
+        ("{", "{}"),
+        ("[]", "{}"),
+        ("{}", "{}"),
+        ('{"exit_reason": "", "steps": null}', '{"train": {"steps": 8}}'),
+        ("{}", "[]"),
+    ],
+)
+def test_a_damaged_summary_is_named(summary: str, config: str, tmp_path: Path) -> None:
+    (tmp_path / "summary.json").write_text(summary)
+    (tmp_path / "config.json").write_text(config)
+    with pytest.raises(UserError, match=r"summary\.json and config\.json: not as a run writes them"):
+        watch.finished(tmp_path)
+
+
 def test_a_checkpoint_deleted_while_it_is_read_is_left_out(trained, tmp_path, capsys):
     training, out = Training(trained, tmp_path / "run"), tmp_path / "scores.jsonl"
 

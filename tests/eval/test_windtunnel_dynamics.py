@@ -126,7 +126,7 @@ def test_the_identities_hold_in_models_of_every_attention(name: str) -> None:
 
 @pytest.mark.parametrize(
     "kind",
-    [name if name in ("plain", "mhc") else pytest.param(name, marks=pytest.mark.product) for name in kinds.names()],
+    [name if name == "plain" else pytest.param(name, marks=pytest.mark.product) for name in kinds.names()],
 )
 def test_models_of_every_kind_are_measured(kind: str) -> None:
     checkpoint = model(HMM, kind)
@@ -381,6 +381,7 @@ def test_the_program_follows_runs_over_their_checkpoints(
     assert (tmp_path / "scales.csv").is_file() and (tmp_path / "gradients.csv").is_file()
 
 
+@pytest.mark.long
 def test_a_checkpoint_is_followed_to_its_own_step(trained: Callable[..., Path]) -> None:
     """The mean of several checkpoints ends at the last of them, which is read by itself."""
     folder = trained()

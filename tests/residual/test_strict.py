@@ -28,7 +28,7 @@ OPTIONS: list[tuple[str, dict[str, Any]]] = [
     ("hc", {"dynamic": False}),
     ("mhc", {"sinkhorn": "deepseek", "init": "v4", "collapse": "head"}),
 ]
-FEW = ("hc", "mhc", "ortho", "gated_residual", "attn_res")  # of those that compute alike, one is fast
+FEW = ("mhc", "ortho", "attn_res")  # of those that compute alike, one is fast
 
 
 def fast(chosen: bool) -> Any:

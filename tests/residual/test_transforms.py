@@ -158,6 +158,7 @@ def test_layers_of_a_stack_draw_different_parameters() -> None:
 # Memory: recomputation and donation -----------------------------------------------------------------------------------
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_checkpoint_policy_gives_the_same_gradients(kind: str) -> None:
     net, h = network(kind), tokens()
@@ -256,6 +257,7 @@ def test_a_dict_of_arrays_fills_a_fresh_network(kind: str) -> None:
     np.testing.assert_array_equal(fresh(h), net(h))
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_exported_network_takes_any_batch_and_length(kind: str) -> None:
     """So does its gradient."""

@@ -69,7 +69,7 @@ def test_a_program_without_names_would_be_seen(monkeypatch):
     assert not (BLOCK | ENDS | {"maps", "optimizer"}) & scopes(text)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["plain", *(pytest.param(kind, marks=pytest.mark.product) for kind in ("hc", "mhc"))])
 def test_names_change_nothing_that_is_computed(kind, monkeypatch):
     config = small(kind, model={"scan": False})
     named = lowered(Trainer(config, trainer(config).mesh)).as_text()

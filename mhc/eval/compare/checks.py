@@ -99,6 +99,7 @@ def check_summary(summary: Mapping[str, Any], file: Path) -> None:
     for name, fits, allowed in (
         ("seconds", _is_number, "a number"),
         ("steps", _is_integer, "an integer"),
+        ("params", _is_integer, "an integer"),
         ("exit_reason", lambda value: isinstance(value, str), "a text"),
     ):
         if name in summary and not fits(summary[name]):
