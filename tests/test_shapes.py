@@ -131,3 +131,20 @@ def test_ranks_are_not_promoted_unasked() -> None:
     with pytest.raises(ValueError, match="rank_promotion"):
         jnp.zeros((2, 3)) + jnp.zeros(3)
     assert (jnp.zeros((2, 3)) + jnp.zeros(3)[None] + 1).shape == (2, 3)
+
+
+def test_no_module_needs_jaxtyping_at_run_time() -> None:
+    """Users install none of the tests' tools; here they are installed, so that importing a module shows nothing."""
+    root = Path(__file__).parents[1]
+    files = [
+        file
+        for folder in ("mhc", "eval", "tpu", "bench", "configs", "examples")
+        for file in (root / folder).rglob("*.py")
+    ]
+    assert len(files) > 300
+    for file in files:
+        for line in ast.parse(file.read_text("utf-8")).body:  # what stands under TYPE_CHECKING is deeper
+            names = [line.module or ""] if isinstance(line, ast.ImportFrom) else []
+            names += [name.name for name in line.names] if isinstance(line, ast.Import) else []
+            needed = {name.partition(".")[0] for name in names} & {"jaxtyping", "beartype", "pytest", "hypothesis"}
+            assert not needed, f"{file.relative_to(root)} imports {needed}"

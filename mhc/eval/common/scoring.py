@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
 
 from mhc.eval.common.checkpoints import Checkpoint
 from mhc.eval.common.program import Batch, Program
 from mhc.model.decoder import Decoder
 from mhc.model.edits import Edits
 from mhc.train.loss import chunk_length
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Bool, Float, Int
 
 FIELDS = ("tokens", "targets", "segment_ids", "positions", "candidates", "prefix")
 
