@@ -254,7 +254,7 @@ def draw(traces: Sequence[Trace], folder: Path) -> page.Drawn:
     return page.Drawn(
         sheet.save(folder, folder),
         "The measures over training",
-        "A line is an arm. Dashes mark where the healthy band ends, for measures that are judged by their level. A cross "
+        "A line is an arm. Dashes mark where the healthy band of a measure ends that is judged by its level. A cross "
         "marks an arm's first loss event, at the last checkpoint before it.",
         True,
     )
