@@ -82,9 +82,9 @@ FOLDERS: list[dict[str, Any]] = [
 def test_other_folders_against_numpy(shape: dict[str, Any], tmp_path: Path) -> None:
     """Random folders give the maps of a float64 computation that shares no code, under other constants too."""
     layout, shards, dtype = shape["layout"], shape["shards"], shape["dtype"]
-    sizes = {name: shape[name] for name in ("layers", "n", "width")}
-    constants = {"iters": 3, "eps": 1e-3, "rms_eps": 0.1}
-    fields = {"hc_sinkhorn_iters": 3, "hc_eps": 1e-3, "rms_norm_eps": 0.1}
+    sizes: dict[str, Any] = {name: shape[name] for name in ("layers", "n", "width")}
+    constants: dict[str, Any] = {"iters": 3, "eps": 1e-3, "rms_eps": 0.1}
+    fields: dict[str, Any] = {"hc_sinkhorn_iters": 3, "hc_eps": 1e-3, "rms_norm_eps": 0.1}
     tensors = made.random_tensors(7, layout, **sizes, dtype=dtype)
     folder = made.write_folder(tmp_path / "x", made.config(**sizes, **fields), tensors, shards)
     connections, source = interop.hyper_connections(folder), ConnectionsFolder(folder)
@@ -113,7 +113,7 @@ def test_other_folders_against_numpy(shape: dict[str, Any], tmp_path: Path) -> N
 
 
 def test_layers_that_predict_further_tokens_are_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    sizes = {"n": 2, "width": 4}
+    sizes: dict[str, Any] = {"n": 2, "width": 4}
     tensors = made.random_tensors(0, "hf", layers=3, **sizes)
     further = made.random_tensors(1, "published", layers=2, **sizes)
     tensors |= {name.replace("layers.", "mtp."): tensor for name, tensor in further.items() if "head" not in name}
@@ -144,7 +144,7 @@ def test_layers_that_predict_further_tokens_are_left_out(tmp_path: Path, caplog:
 
 def test_only_the_needed_bytes_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A shard of 400 GB, mostly a hole, is read as fast as a small one; one without such tensors is not opened."""
-    sizes = {"layers": 1, "n": 2, "width": 4}
+    sizes: dict[str, Any] = {"layers": 1, "n": 2, "width": 4}
     tensors = made.random_tensors(0, "published", **sizes)
     folder = made.write_folder(tmp_path / "x", made.config(**sizes), {})
     (folder / "model.safetensors").unlink()
