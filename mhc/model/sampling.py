@@ -20,6 +20,12 @@ GUIDES = ("output", "hidden", "lens")
 """What the thresholds of guided sampling are compared with; see `Sampling`."""
 
 
+def _refuse(given: Draw, allowed: dict[str, tuple[bool, str]]) -> None:
+    for name, (fine, words) in allowed.items():
+        if not fine:
+            raise ValueError(f"{name}: given {getattr(given, name)}, allowed: {words}")
+
+
 @dataclasses.dataclass(frozen=True)
 class Draw:
     """Describes how a token is drawn from logits.
@@ -91,12 +97,6 @@ class Sampling(Draw):
     def looks_inside(self) -> bool:
         """Return whether a value is needed that is not in the logits."""
         return self.guide != "output" or self.lens_block is not None
-
-
-def _refuse(given: Draw, allowed: dict[str, tuple[bool, str]]) -> None:
-    for name, (fine, words) in allowed.items():
-        if not fine:
-            raise ValueError(f"{name}: given {getattr(given, name)}, allowed: {words}")
 
 
 def parse_draw(text: str) -> Draw:
