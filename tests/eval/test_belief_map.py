@@ -27,34 +27,37 @@ from mhc.sharding import make_mesh
 from tests.small import definition, random_params, relative_error, small
 from tests.small_runs import untrained
 
-RNG = np.random.default_rng(0)
-
 # The maps -------------------------------------------------------------------------------------------------------------
 
 
 def test_the_variance_of_cosines_is_over_the_keys_that_are_seen() -> None:
     """It knows no length of queries and keys, no key that is not seen, and is 0 for one key or equal ones."""
-    q, k = (RNG.normal(size=(2, 5, 3, 4)).astype(np.float32) for _ in range(2))
-    visible = np.tril(np.ones((5, 5), bool))[None, None].repeat(2, 0).repeat(3, 1)
-    found = np.asarray(key_cosine_variance(jnp.asarray(q), jnp.asarray(k), jnp.asarray(visible)))
+    rng = np.random.default_rng(0)
+    q, k = (rng.normal(size=(2, 5, 3, 4)).astype(np.float32) for _ in range(2))
+    visible = jnp.asarray(np.tril(np.ones((5, 5), bool))[None, None].repeat(2, 0).repeat(3, 1))
+
+    def variance(q: np.ndarray, k: np.ndarray) -> np.ndarray:
+        return np.asarray(key_cosine_variance(jnp.asarray(q, jnp.float32), jnp.asarray(k, jnp.float32), visible))
+
+    found = variance(q, k)
     for t in range(5):
         cosines = [
             np.sum(q[:, t] * k[:, u], -1) / (np.linalg.norm(q[:, t], axis=-1) * np.linalg.norm(k[:, u], axis=-1))
             for u in range(t + 1)
         ]
         np.testing.assert_allclose(found[:, :, t], np.var(cosines, axis=0), atol=1e-6)
-    np.testing.assert_allclose(key_cosine_variance(9.0 * q, 0.1 * k, visible), found, rtol=1e-4, atol=1e-7)
+    np.testing.assert_allclose(variance(9.0 * q, 0.1 * k), found, rtol=1e-4, atol=1e-7)
     unseen = k.copy()
     unseen[:, 3:] += 1.0
-    np.testing.assert_array_equal(key_cosine_variance(q, unseen, visible)[:, :, :3], found[:, :, :3])
-    assert np.all(np.asarray(key_cosine_variance(q, np.ones_like(k), visible)) < 1e-12) and np.all(found[:, :, 0] == 0)
+    np.testing.assert_array_equal(variance(q, unseen)[:, :, :3], found[:, :, :3])
+    assert np.all(variance(q, np.ones_like(k)) < 1e-12) and np.all(found[:, :, 0] == 0)
 
 
 @pytest.mark.parametrize("groups", [{}, {"attention": {"kv_heads": 1}}], ids=["heads", "grouped"])
 def test_maps_are_those_of_their_definition(groups: dict[str, Any]) -> None:
     """Confidence is recomputed from the weights; the entropies are those of the distributions that the model gives."""
     config = small("plain", **groups)
-    params, tokens = random_params(config), jnp.asarray(RNG.integers(0, 32, (2, 16)))
+    params, tokens = random_params(config), jnp.asarray(np.random.default_rng(0).integers(0, 32, (2, 16)))
     decoder = definition(config).bind(params)
     found = {name: np.asarray(leaf, np.float64) for name, leaf in maps(decoder, tokens).items()}
     assert found["prior"].shape == found["confidence"].shape == (2, 2, 2, 16)
@@ -94,12 +97,13 @@ def test_the_diagnosis_is_of_ranks(seed: int) -> None:
 
 
 def test_the_area_is_that_of_all_pairs() -> None:
-    scores, positive = RNG.integers(0, 6, (9, 7)).astype(float), RNG.random((9, 7)) < 0.3
+    rng = np.random.default_rng(0)
+    scores, positive = rng.integers(0, 6, (9, 7)).astype(float), rng.random((9, 7)) < 0.3
     a, b = scores[positive][:, None], scores[~positive][None]
     expected = np.mean((a > b) + 0.5 * (a == b))
     found = statistics.auc(scores, positive)
     assert float(found.value) == pytest.approx(expected) and float(found.low) < expected < float(found.high)
-    for values, area in ((positive * 1.0, 1.0), (-positive * 1.0, 0.0), (np.zeros((9, 7)), 0.5)):
+    for values, area in ((positive * 1.0, 1.0), (-1.0 * positive, 0.0), (np.zeros((9, 7)), 0.5)):
         assert float(statistics.auc(values, positive).value) == area
     nothing = statistics.auc(2 * scores, positive, scores)
     assert (float(nothing.value), float(nothing.low), float(nothing.high)) == (0.0, 0.0, 0.0)
@@ -107,15 +111,17 @@ def test_the_area_is_that_of_all_pairs() -> None:
 
 def test_samples_are_drawn_whole() -> None:
     """Places of one sequence that say the same are no more than one: the interval does not shrink with them."""
-    scores, positive = RNG.normal(size=(40, 1)), RNG.random((40, 1)) < 0.5
+    rng = np.random.default_rng(0)
+    scores, positive = rng.normal(size=(40, 1)), rng.random((40, 1)) < 0.5
     one, many = (statistics.auc(np.repeat(scores, n, 1), np.repeat(positive, n, 1)) for n in (1, 8))
     assert float(one.low) == pytest.approx(float(many.low)) and float(one.high) == pytest.approx(float(many.high))
 
 
 def test_a_planted_signal_beats_the_baseline_and_a_rare_class_is_not_judged() -> None:
-    kl = RNG.gamma(0.3, 0.3, (60, 10))
-    noise = RNG.normal(size=kl.shape)
-    found = signals.score({"output": noise, "joint": kl + 0.05 * RNG.normal(size=kl.shape)}, kl)
+    rng = np.random.default_rng(0)
+    kl = rng.gamma(0.3, 0.3, (60, 10))
+    noise = rng.normal(size=kl.shape)
+    found = signals.score({"output": noise, "joint": kl + 0.05 * rng.normal(size=kl.shape)}, kl)
     assert 0.05 <= found.far == float((kl > signals.FAR).mean()) <= 0.95
     assert float(found.auc["joint"].low) > 0.9 and float(found.gain["joint"].low) > 0.2
     assert float(found.auc["output"].low) < 0.5 < float(found.auc["output"].high) and "output" not in found.gain

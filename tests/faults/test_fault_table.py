@@ -26,6 +26,7 @@ from mhc.monitor import guard
 from mhc.monitor.phases import Phases
 from mhc.monitor.probes import compile_probe
 from mhc.rng import path_key
+from mhc.sharding import path_of
 from mhc.train.diagnose import first_nonfinite
 from mhc.train.record import router_summary
 from mhc.train.step import Faults, Trainer, balanced
@@ -122,14 +123,19 @@ def hyper() -> tuple[Config, Any]:
     return config, compile_probe(definition(config))
 
 
-def mixing(matrix: np.ndarray) -> Any:
-    """Return parameters of ``hyper`` that mix the streams by a matrix in every sublayer and are random elsewhere."""
+def mixing(matrix: np.ndarray, **writes: list[float]) -> Any:
+    """Return parameters of ``hyper`` that mix the streams by a matrix in every sublayer and are random elsewhere.
+
+    ``writes``: how much of a sublayer's output goes to each stream, by sublayer: attention, mlp.
+    """
     config, _ = hyper()
     params = random_params(config, std=0.1)
+    fixed = {"b_res": matrix} | {f"{sublayer}_residual/b_post": np.array(to) for sublayer, to in writes.items()}
 
     def changed(path: Any, leaf: jax.Array) -> jax.Array:
-        name = "/".join(str(part.key) for part in path)
-        return jnp.broadcast_to(jnp.asarray(matrix, jnp.float32), leaf.shape) if name.endswith("/b_res") else leaf
+        name = path_of(path)
+        values = [jnp.broadcast_to(value, leaf.shape) for end, value in fixed.items() if name.endswith(f"/{end}")]
+        return values[0].astype(jnp.float32) if values else leaf
 
     return jax.tree_util.tree_map_with_path(changed, params)
 
@@ -168,24 +174,24 @@ def test_gain_grows() -> None:
 
 
 def test_streams_collapse() -> None:
-    """Uniform maps make all streams one, beside a rotation, which keeps them apart."""
+    """Under uniform maps streams that get different outputs are nearly one; the event comes below half the median."""
+    apart, one = (
+        probed(mixing(matrix, attention=[1.0, 0.0], mlp=[0.0, 1.0])) for matrix in (np.eye(2), np.full((2, 2), 0.5))
+    )
+    assert np.abs(one["mix/to_uniform_composite"]).max() < 1e-5 < apart["mix/to_uniform_composite"].min()
+    assert one["stream/effective"][-1] < apart["stream/effective"][-1] - 0.1
     watch = guard.ProbeWatch(hyper()[0].guard)
-    apart = probed(mixing(np.array([[0.8, -0.6], [0.6, 0.8]])))
     for step in range(guard.COLLAPSE_MIN_HISTORY):
-        watch.update({**apart, "step": step, "stream/effective": np.full(4, 2.0)})
-    record = probed(mixing(np.full((2, 2), 0.5)))
-    assert np.abs(record["mix/to_uniform_composite"]).max() < 1e-5 < apart["mix/to_uniform_composite"].min()
-    assert record["stream/effective"][1:].min() < apart["stream/effective"][1:].min()
-    crossed = watch.update({**record, "step": 9, "stream/effective": np.full(4, 1.0 - 1e-3)})
-    assert "effective_streams" in crossed
+        assert not watch.update({"step": step, "stream/effective": np.full(4, 2.5)})
+    assert "effective_streams" in watch.update({"step": 9, "stream/effective": np.full(4, 1.2)})
 
 
 def test_attention_logits_grow() -> None:
-    """Queries a thousand times as long pass the threshold, and put all attention on one key."""
+    """Queries ten thousand times as long pass the threshold, and put all attention on one key."""
     params = mixing(np.eye(2))
     watch = guard.ProbeWatch(hyper()[0].guard)
     core = params["blocks"]["attention"]["core"]
-    sharp = {**core, "query": 3e4 * core["query"]}
+    sharp = {**core, "query": 1e4 * core["query"]}
     blocks = {**params["blocks"], "attention": {**params["blocks"]["attention"], "core": sharp}}
     before, after = probed(params), probed({**params, "blocks": blocks})
     assert not watch.update(before) and "attention_logit" in watch.update({**after, "step": 1})
@@ -252,7 +258,6 @@ def test_experts_idle() -> None:
     moe.router_bias[...] = jnp.asarray([0.0, 0.0, -10.0, 0.0])
     idle = {name: leaf[None] for name, leaf in moe.with_statistics(x)[1].items()}
     assert float(busy["load"].min()) > 0 and router_summary(idle)["expert_load_min"] == 0.0
-    assert router_summary(idle)["router_balance"] > float(busy["balance"])
     bias = {"blocks": {"mlp": {"core": {"router_bias": jnp.zeros((1, 4))}}}}
     moved = balanced(config, bias, idle)["blocks"]["mlp"]["core"]["router_bias"][0]
     assert moved[2] == pytest.approx(config.moe.balance_rate) and moved.min() < 0
