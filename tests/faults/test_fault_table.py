@@ -284,7 +284,8 @@ def test_out_of_memory() -> None:
     def scratch(**groups: dict[str, Any]) -> int:
         model = {"layers": 12, **groups.pop("model", {})}
         made = trainer(small(model=model, **groups))
-        analysis = made.step.lower(made.abstract, packed(8)).compile().memory_analysis()  # type: ignore[attr-defined]
+        program: Any = made.step
+        analysis = program.lower(made.abstract, packed(8)).compile().memory_analysis()
         return int(analysis.temp_size_in_bytes)
 
     whole = scratch()

@@ -215,7 +215,8 @@ def lowered(config: Config) -> str:
     """Return the text of the step's program, which decides its bits."""
     trainer.cache_clear()
     made = trainer(config)
-    return str(made.step.lower(made.abstract, packed(8)).as_text())
+    program: Any = made.step
+    return str(program.lower(made.abstract, packed(8)).as_text())
 
 
 def test_off_the_step_has_no_trace_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -233,9 +234,11 @@ def test_off_the_step_has_no_trace_of_them(monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize("name", KNOBS)
 def test_each_of_them_changes_the_program(name: str) -> None:
     """Else the test above would compare nothing."""
-    kind = {"norm": {"kind": "layernorm"}} if name == "norm.beta_frozen" else {}
-    probed = {"monitor": {"probe_every": 5}} if name == "monitor.gamma" else {}
-    assert lowered(small(**KNOBS[name])) != lowered(small(**kind, **probed))
+    beside: dict[str, dict[str, Any]] = {
+        "norm.beta_frozen": {"norm": {"kind": "layernorm"}},
+        "monitor.gamma": {"monitor": {"probe_every": 5}},
+    }
+    assert lowered(small(**KNOBS[name])) != lowered(small(**beside.get(name, {})))
 
 
 # Noise of positions ---------------------------------------------------------------------------------------------------

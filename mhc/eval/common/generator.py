@@ -346,8 +346,8 @@ class Generator:
                 chosen, seen = self._look(self._params, last)
                 logits, values = np.array(chosen), {name: np.asarray(leaf) for name, leaf in seen.items()}
                 did: list[str | None] = [None] * count
-                for row in np.flatnonzero(values["norm"][: len(ids)] < self._check.norm):
-                    logits[row], did[row] = checked(int(row), logits[row])
+                for row in np.flatnonzero(values["norm"][: len(ids)] < self._check.norm).tolist():
+                    logits[row], did[row] = checked(row, logits[row])
                 cache, last, (token, _) = self._drawn(self._params, cache, *self._placed(logits), keys)
                 yield np.asarray(token), {**values, "check": did}
             return
