@@ -69,7 +69,7 @@ def test_activations_are_what_the_output_is_made_of(kind: str) -> None:
     moe = Moe(config, key=path_key(jax.random.key(1)))
     a, (_, f, _) = moe.activations(x), moe.experts.down.shape
     scores = jax.nn.softmax(x @ moe.router[...], axis=-1)
-    chosen = jax.lax.top_k(scores + moe.router_bias[...], 2)[1]
+    chosen = jax.lax.top_k(scores, 2)[1]  # the bias is still 0
     y = a[..., 2 * f :] @ moe.shared.down[...]
     for k in range(2):
         y += jnp.einsum("btf,btfd->btd", a[..., k * f : (k + 1) * f], moe.experts.down[...][chosen[..., k]])
@@ -151,8 +151,8 @@ def test_thresholds_that_are_never_reached_give_the_plain_text(sampling: Samplin
 def test_what_lies_past_a_threshold_is_drawn_as_asked(side: str) -> None:
     """Where every token is past it, the text is that of a sampler with these options."""
     asked = Draw(0.5, top_k=5, min_p=0.01)
-    limit: dict[str, Any] = {"entropy_high": 0.0} if side == "above" else {"entropy_low": 1.0}
-    guided = generator(replace(PLAIN, guide="hidden", **limit, **{side: asked})).complete(PROMPTS, NEW, seed=5)
+    limit: dict[str, Any] = {"above": {"entropy_high": 0.0}, "below": {"entropy_low": 1.0}}[side]
+    guided = generator(replace(PLAIN, guide="hidden", **limit | {side: asked})).complete(PROMPTS, NEW, seed=5)
     plain = generator(Sampling(0.5, top_k=5, min_p=0.01)).complete(PROMPTS, NEW, seed=5)
     assert [one.tokens for one in guided] == [one.tokens for one in plain]
     assert [one.tokens for one in guided] != [one.tokens for one in generator(PLAIN).complete(PROMPTS, NEW, seed=5)]

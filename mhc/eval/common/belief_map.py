@@ -6,7 +6,7 @@ and no claim: docs/belief.md.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -80,7 +80,8 @@ def maps(
     }
     if "prior" not in seen:
         return found
-    projection = jnp.concatenate([blocks.attention.core.out[...] for blocks, _, _ in decoder.stacks])  # [L, H, J, D]
+    cores: list[Any] = [blocks.attention.core for blocks, _, _ in decoder.stacks]
+    projection = jnp.concatenate([core.out[...] for core in cores])  # [L, H, J, D]
     toward = jnp.einsum("lbtd,lhjd->lbhtj", seen["y"].astype(jnp.float32), projection)
     confidence = jnp.abs(jnp.einsum("lbhtj,lbthj->lbht", toward, seen["values"].astype(jnp.float32)))
     return found | {"prior": jnp.moveaxis(seen["prior"], 0, 1), "confidence": jnp.moveaxis(confidence, 0, 1)}
