@@ -34,13 +34,20 @@ def values(planned: Plan, field: str) -> set[object]:
 
 
 def test_all_are_here() -> None:
-<<<<<<< HEAD
-    named = {"topologies", "lr", "init", "streams", "iterations", "depth", "controls", "wsd", "windtunnel", "zoo"}
-    assert set(GRIDS) == named
-=======
-    known = {"topologies", "lr", "init", "streams", "iterations", "depth", "controls", "wsd", "windtunnel", "belief"}
+    known = {
+        "topologies",
+        "lr",
+        "init",
+        "streams",
+        "iterations",
+        "depth",
+        "controls",
+        "wsd",
+        "windtunnel",
+        "zoo",
+        "belief",
+    }
     assert set(GRIDS) == known
->>>>>>> knobs-later
 
 
 @pytest.mark.parametrize("grid", GRIDS)
@@ -71,13 +78,8 @@ def test_without_a_size_it_is_the_laptop(grid: str) -> None:
 
 @pytest.mark.parametrize("grid", GRIDS)
 def test_a_laptop_grid_is_small(grid: str) -> None:
-<<<<<<< HEAD
-    """It takes 30 minutes on two cores (docs/grids.md: what an arm takes); the arms of two grids are smaller."""
-    assert len(load(grid).arms) <= (60 if grid in ("windtunnel", "zoo") else 21)
-=======
-    """It takes 30 minutes on two cores (docs/grids.md: what an arm takes); wind tunnels take a third of that an arm."""
-    assert len(load(grid).arms) <= {"windtunnel": 60, "belief": 54}.get(grid, 21)
->>>>>>> knobs-later
+    """It takes 30 minutes on two cores (docs/grids.md: what an arm takes); the arms of three grids are smaller."""
+    assert len(load(grid).arms) <= {"windtunnel": 60, "zoo": 60, "belief": 54}.get(grid, 21)
 
 
 @pytest.mark.parametrize("size", ["laptop", "cluster"])
@@ -136,7 +138,6 @@ def test_the_wind_tunnel_has_every_rate_of_every_kind_and_seed_and_keeps_checkpo
 
 
 @pytest.mark.parametrize("size", ["laptop", "cluster"])
-<<<<<<< HEAD
 def test_the_zoo_has_every_kind_of_the_project_at_three_rates(size: str) -> None:
     planned = load("zoo", size)
     known = {name for name, kind in kinds.known().items() if kind.builder}
@@ -199,7 +200,8 @@ def test_the_second_half_of_the_zoo_refuses_a_first_half_that_is_not_done(tmp_pa
     plan.store(load("lr"), tmp_path / "lr")
     with pytest.raises(UserError, match="it holds the grid lr:laptop, allowed: the first half of zoo"):
         plan.load(f"{zoo}:seeds={tmp_path / 'lr'}", ())
-=======
+
+
 def test_the_belief_grid_crosses_gamma_and_update_scale_on_both_tasks(size: str) -> None:
     planned = load("belief", size)
     configs = [planned.config(arm) for arm in planned.arms]
@@ -216,4 +218,3 @@ def test_the_belief_grid_crosses_gamma_and_update_scale_on_both_tasks(size: str)
     for one in configs:
         tunnel = one.data.source.startswith("windtunnel:")
         assert (one.head.classes is not None) == tunnel and one.monitor.gamma
->>>>>>> knobs-later
