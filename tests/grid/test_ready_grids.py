@@ -202,6 +202,7 @@ def test_the_second_half_of_the_zoo_refuses_a_first_half_that_is_not_done(tmp_pa
         plan.load(f"{zoo}:seeds={tmp_path / 'lr'}", ())
 
 
+@pytest.mark.parametrize("size", ["laptop", "cluster"])
 def test_the_belief_grid_crosses_gamma_and_update_scale_on_both_tasks(size: str) -> None:
     planned = load("belief", size)
     configs = [planned.config(arm) for arm in planned.arms]
