@@ -218,4 +218,4 @@ def test_the_belief_grid_crosses_gamma_and_update_scale_on_both_tasks(size: str)
     assert {(one.update.scale, one.update.trained) for one in configs} == {(1.0, False), (0.5, False), (1.0, True)}
     for one in configs:
         tunnel = one.data.source.startswith("windtunnel:")
-        assert (one.head.classes is not None) == tunnel and one.monitor.gamma
+        assert one.data.tokenizer == (one.data.source if tunnel else "bytes") and one.monitor.gamma
