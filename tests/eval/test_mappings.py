@@ -185,6 +185,7 @@ def test_numbers_of_a_published_model_against_numpy(dtype, tmp_path):
         (["--hf", "a", "--config.data.source=stdlib"], "--config.data.source: given with --hf, allowed: with"),
         (["--hf", *["a"] * 9], "--hf: given 9, allowed: at most 8 side by side"),
         (["--hf"], "argument --hf: expected at least one argument"),
+        (["--hf", ""], "--hf: given '', allowed: the path of a folder"),
         ([], "required: --checkpoint RUN, or --hf FOLDER"),
         (["--hf", str(V4)], "v4_maps/config.json: cannot be read: No such file"),
         (["--hf", str(GOLDEN / "hf_published" / "llama")], "llama: no tensors of hyper-connections"),

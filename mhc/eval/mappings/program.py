@@ -93,6 +93,8 @@ def _check_source(options: argparse.Namespace, changes: Mapping[str, Any]) -> No
         raise UserError("required: --checkpoint RUN, or --hf FOLDER (--help lists the arguments)")
     if not options.hf:
         return
+    if "" in options.hf:
+        raise UserError("--hf: given '', allowed: the path of a folder of deepseek_v4")
     if options.checkpoint:
         raise UserError("--hf and --checkpoint: both given, allowed: one of them")
     of_runs = {
