@@ -14,7 +14,7 @@ from mhc import kinds, residual
 from mhc.kinds import Parameter
 from mhc.rng import PathKey
 from tests.contracts.cases import SLOTS, WITHOUT_MAPS, Case, Group, every_group, groups
-from tests.contracts.towers import DEEP, SHALLOW, STEPS, TOKENS, WIDTH, Tower, tower
+from tests.contracts.towers import DEEP, SHALLOW, STEPS, TOKENS, WIDTH, Tower, inputs, tower
 
 
 def separation(streams: jax.Array) -> tuple[float, float]:
@@ -156,6 +156,8 @@ def test_gradients_are_finite_and_everything_learns(group: Group) -> None:
         assert all(np.any(a != 0) or np.any(b != 0) for a, b in zip(*map(jax.tree.leaves, shared), strict=True)), init
         for name, leaf in second.items():
             assert leaf.size, name
+            if group.kind == "shc" and group.n == 2 and name == "gamma":
+                continue  # it bounds the angles of U and V, which are 1 × 1 for two streams and have none
             assert np.any(leaf != 0) or np.any(third[name] != 0), f"{init}: the gradient of {name} is zero"
 
 
@@ -217,12 +219,23 @@ def test_bfloat16_streams_stay_near_float32(group: Group) -> None:
     """Twelve blocks store streams in bfloat16; maps and accumulation stay float32."""
     wide, narrow = tower(group).forward
     for p, init in enumerate(group.inits):
-        a, b = np.asarray(narrow.out[p, -1], np.float64), np.asarray(wide.out[p, -1], np.float64)
-        error = np.linalg.norm(a - b) / np.linalg.norm(b)
-        # A rotation that does not keep the mean takes the rounding of the streams into what is read, and alpha = 1
-        # feeds it back through the maps.
-        stray = init == "v4" and "isometry" in group.exact and "rows" not in group.exact
-        assert error <= (0.15 if stray else 2e-2), f"{init}: {error:.2e}"
+        error = deviation(narrow.out[p], wide.out[p])
+        bound = np.full(DEEP, 2e-2)
+        # A rotation that does not keep the mean takes any difference of the streams into what is read, and alpha = 1
+        # feeds it back through the maps: it grows from sublayer to sublayer, in float32 too. What bfloat16 may add is
+        # then measured by a float32 run whose input alone was rounded.
+        if init == "v4" and "isometry" in group.exact and "rows" not in group.exact:
+            params = jax.tree.map(lambda leaf, p=p: leaf[p], tower(group).initial)
+            rounded = inputs().astype(jnp.bfloat16).astype(jnp.float32)
+            strayed = jax.jit(lambda params, h: tower(group).run(params, h).out)(params, rounded)
+            bound = np.maximum(bound, 4 * deviation(strayed, wide.out[p]))
+        assert (error <= bound).all(), f"{init}: {error} against {bound}"
+
+
+def deviation(out: jax.Array, reference: jax.Array) -> np.ndarray:
+    """Return [S]: the norm of [S, *TOKENS, D] less the reference, over the norm of the reference, of each sublayer."""
+    a, b = (np.asarray(x, np.float64).reshape(DEEP, -1) for x in (out, reference))
+    return np.linalg.norm(a - b, axis=-1) / np.linalg.norm(b, axis=-1)
 
 
 @pytest.mark.parametrize("kind", [name for name, kind in kinds.known().items() if "head" in kind.collapses])

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from mhc.eval.windtunnel.__main__ import main
 from mhc.eval.windtunnel.leads import reading
 from mhc.eval.windtunnel.leads.bands import (
     Measure,
+    Series,
     Trace,
     band,
     healthy,
@@ -26,6 +28,7 @@ from mhc.eval.windtunnel.leads.bands import (
     outcome,
     outcomes,
     record,
+    series,
 )
 from mhc.eval.windtunnel.leads.reading import MEASURES
 from tests.small_runs import run
@@ -53,6 +56,10 @@ def falling(start: float) -> np.ndarray:
 
 
 HEALTHY = [trace(steady(0.002 * seed), seed=seed) for seed in range(3)]
+
+
+def levels(arms: Sequence[Trace]) -> list[Series]:
+    return [Series(arm.steps, arm.values["r2"]) for arm in arms]
 
 
 def verdict(arm: Trace) -> tuple[str, int | None]:
@@ -102,23 +109,48 @@ def test_the_better_side_is_never_left_and_what_is_not_finite_is_outside() -> No
     broken = np.where(STEPS >= 100, np.nan, 0.9)
     assert verdict(trace(broken, rate=0.1, loss=140)) == ("led", 40)
     larger_is_worse = Measure("r2", "KL", 1, 0.05)
-    limits = band(larger_is_worse, HEALTHY)
+    limits = band(larger_is_worse, levels(HEALTHY))
     assert limits is not None
-    assert leaves(larger_is_worse, STEPS, falling(100), limits) is None
-    assert leaves(larger_is_worse, STEPS, 1.8 - falling(100), limits) == (100, 110)
+    assert leaves(larger_is_worse, Series(STEPS, falling(100)), limits) is None
+    assert leaves(larger_is_worse, Series(STEPS, 1.8 - falling(100)), limits) == (100, 110)
 
 
 def test_a_band_follows_the_step_and_is_as_wide_as_seeds_differ() -> None:
     growing = np.linspace(0.1, 0.9, len(STEPS))
     spread = [trace(growing + offset, seed=seed) for seed, offset in enumerate((-0.1, 0.0, 0.1))]
-    limits = band(R2, spread)
+    limits = band(R2, levels(spread))
     assert limits is not None
     np.testing.assert_allclose(limits.centre, growing)
     assert limits.width == pytest.approx(0.4)  # four standard deviations of 0.1
-    assert band(R2, HEALTHY[:1]) is not None and band(R2, HEALTHY[:1]).width == 0.05  # type: ignore[union-attr]
+    assert band(R2, levels(HEALTHY[:1])).width == 0.05  # type: ignore[union-attr]
     spread[0].values["r2"][3] = np.nan
-    assert STEPS[3] not in band(R2, spread).steps  # type: ignore[union-attr]
+    assert STEPS[3] not in band(R2, levels(spread)).steps  # type: ignore[union-attr]
     assert band(R2, []) is None
+
+
+def test_seeds_of_different_levels_are_judged_by_their_change() -> None:
+    """A seed that settles elsewhere raises no alarm, and an arm that moves from its own seed's level does."""
+    change = dataclasses.replace(R2, by_change=True)
+    seeds = [trace(steady(-0.2 * seed), seed=seed) for seed in range(3)]
+    late = STEPS[9:]
+
+    def branch(values: np.ndarray, seed: int) -> Trace:
+        return dataclasses.replace(trace(steady(), rate=0.1, seed=seed, loss=190), steps=late, values={"r2": values})
+
+    calm, moved = branch(np.full(len(late), 0.5), 2), branch(np.where(late < 150, 0.7, 0.55), 1)
+    arms = [*seeds, calm, moved]
+    judged_by = series(change, calm, arms)
+    assert judged_by is not None
+    np.testing.assert_array_equal(judged_by.steps, late)
+    np.testing.assert_allclose(judged_by.values, 0.0, atol=1e-12)
+    healthy_change = series(change, seeds[0], arms)
+    assert healthy_change is not None and healthy_change.steps[0] == late[0] - 10  # the last before the rates part
+    by_change = {each.arm: (each.verdict, each.lead) for each in outcomes([change], arms, "spike")}
+    assert by_change[calm.arm] == ("missed", None) and by_change[moved.arm] == ("led", 40)
+    assert all(by_change[arm.arm] == ("quiet", None) for arm in seeds)
+    assert outcome(R2, moved, arms, "spike").verdict == "missed"  # type: ignore[union-attr]
+    stranger = dataclasses.replace(calm, seed=(7, 7))
+    assert outcome(change, stranger, [*arms, stranger], "spike") is None  # no healthy arm has its seed
 
 
 def test_a_topology_is_held_against_itself_at_the_lowest_rate() -> None:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections import defaultdict
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from mhc import kinds
 from mhc.errors import UserError
+from mhc.files import write_json
 from mhc.grid import plan
 from mhc.grid.plan import Plan
 from mhc.train.optimizer import learning_rate
@@ -30,7 +34,8 @@ def values(planned: Plan, field: str) -> set[object]:
 
 
 def test_all_are_here() -> None:
-    assert set(GRIDS) == {"topologies", "lr", "init", "streams", "iterations", "depth", "controls", "wsd", "windtunnel"}
+    named = {"topologies", "lr", "init", "streams", "iterations", "depth", "controls", "wsd", "windtunnel", "zoo"}
+    assert set(GRIDS) == named
 
 
 @pytest.mark.parametrize("grid", GRIDS)
@@ -61,8 +66,8 @@ def test_without_a_size_it_is_the_laptop(grid: str) -> None:
 
 @pytest.mark.parametrize("grid", GRIDS)
 def test_a_laptop_grid_is_small(grid: str) -> None:
-    """It takes 30 minutes on two cores (docs/grids.md: what an arm takes); wind tunnels take a third of that an arm."""
-    assert len(load(grid).arms) <= (60 if grid == "windtunnel" else 21)
+    """It takes 30 minutes on two cores (docs/grids.md: what an arm takes); the arms of two grids are smaller."""
+    assert len(load(grid).arms) <= (60 if grid in ("windtunnel", "zoo") else 21)
 
 
 @pytest.mark.parametrize("size", ["laptop", "cluster"])
@@ -118,3 +123,68 @@ def test_the_wind_tunnel_has_every_rate_of_every_kind_and_seed_and_keeps_checkpo
             trunk, step = configs[source[0]], source[1]
             assert step % trunk.checkpoint.keep_every == 0
             assert step + config.train.steps == trunk.train.steps  # the trunk is there at every step to compare with
+
+
+@pytest.mark.parametrize("size", ["laptop", "cluster"])
+def test_the_zoo_has_every_kind_of_the_project_at_three_rates(size: str) -> None:
+    planned = load("zoo", size)
+    known = {name for name, kind in kinds.known().items() if kind.builder}
+    assert values(planned, "residual.kind") == known
+    assert len(values(planned, "optimizer.lr")) == 3 and values(planned, "seed.init") == {0}
+    for option, changed in (("residual.single_pass", True), ("residual.block", 2), ("residual.value_residual", True)):
+        assert changed in values(planned, option)
+    sizes = {(planned.config(arm).train, planned.config(arm).model, planned.config(arm).data) for arm in planned.arms}
+    assert len(sizes) == 1  # equal data
+
+
+def rates_half(folder: Path, losses: Callable[[str, float], float | None]) -> Plan:
+    """Write the first half of the zoo as it is after it ended; ``losses`` gives an arm's loss, None where it halted."""
+    planned = load("zoo")
+    plan.store(planned, folder)
+    for arm in planned.arms:
+        config = planned.config(arm)
+        (folder / arm).mkdir()
+        loss = losses(arm, config.optimizer.lr)
+        if loss is None:
+            write_json(folder / arm / "arm.json", {"state": "halted"})
+        else:
+            ended = {"exit_reason": "finished", "steps": config.train.steps, "val_loss": loss}
+            write_json(folder / arm / "summary.json", ended)
+    return planned
+
+
+def test_the_second_half_of_the_zoo_takes_the_best_rate_of_each_topology(tmp_path: Path) -> None:
+    """The least loss wins, a tie goes to the lower rate, and neither a halted arm nor a loss that is NaN counts."""
+    low, middle, high = sorted(values(load("zoo"), "optimizer.lr"))  # type: ignore[type-var]
+
+    def losses(arm: str, rate: float) -> float | None:
+        if arm.startswith("hc,"):
+            return {low: 2.0, middle: math.nan, high: None}[rate]
+        if arm.startswith("mhc,"):
+            return {low: 2.0, middle: 1.5, high: 1.4}[rate] if "single_pass" in arm else 2.0
+        return {low: 3.0, middle: 2.0, high: 2.5}[rate]
+
+    first = rates_half(tmp_path, losses)
+    second = plan.load(f"{FOLDER / 'zoo.py'}:seeds={tmp_path}", ())
+    assert values(second, "seed.init") == {1, 2, 3} and len(second.arms) == len(first.arms)
+    assert second.base == first.base
+    for arm in second.arms:
+        config = second.config(arm)
+        by_kind = {"hc": low, "mhc": high if config.residual.single_pass else low}
+        assert config.optimizer.lr == by_kind.get(config.residual.kind, middle), arm
+
+
+def test_the_second_half_of_the_zoo_refuses_a_first_half_that_is_not_done(tmp_path: Path) -> None:
+    zoo, half = FOLDER / "zoo.py", tmp_path / "rates"
+    planned = rates_half(half, lambda arm, rate: None if arm.startswith("iso,") else 2.0)
+    with pytest.raises(UserError, match=r"no rate of residual\.kind=iso finished"):
+        plan.load(f"{zoo}:seeds={half}", ())
+    arm = next(iter(planned.arms))
+    (half / arm / "summary.json").unlink()
+    with pytest.raises(UserError, match=f"1 arms have not ended, such as {arm}; run them first"):
+        plan.load(f"{zoo}:seeds={half}", ())
+    with pytest.raises(UserError, match="no grid here"):
+        plan.load(f"{zoo}:seeds={tmp_path / 'elsewhere'}", ())
+    plan.store(load("lr"), tmp_path / "lr")
+    with pytest.raises(UserError, match="it holds the grid lr:laptop, allowed: the first half of zoo"):
+        plan.load(f"{zoo}:seeds={tmp_path / 'lr'}", ())

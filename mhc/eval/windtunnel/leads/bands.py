@@ -6,6 +6,9 @@ over seeds, of which the median over steps is taken, and at least a floor that t
 healthy is held against the others, so that it can raise a false alarm too. A band that follows the step, and not the
 arm's own best value, lets a belief still grow, and asks whether it lags behind what a stable training gives.
 
+Seeds settle on different geometries of attention, so that the level of one seed says nothing about another's. Such a
+measure is judged by its **change**: less the value that the healthy arm of the same seed had before the rates part.
+
 A measure **leaves** its band at the first checkpoint on the bad side of it that is followed by another one there. One
 checkpoint outside is a wobble.
 """
@@ -36,12 +39,21 @@ class Measure:
         words: on the page.
         worse: 1 where a larger value is worse, -1 where a smaller one is.
         floor: the least half-width of its band, in its own unit.
+        by_change: whether it is judged by its change since the rates part, because seeds differ in its level.
     """
 
     name: str
     words: str
     worse: int
     floor: float
+    by_change: bool = False
+
+
+class Series(NamedTuple):
+    """Holds what an arm is judged by: float64 values [C] at the steps [C]."""
+
+    steps: Floats
+    values: Floats
 
 
 class Band(NamedTuple):
@@ -145,30 +157,59 @@ def healthy(trace: Trace, traces: Sequence[Trace]) -> list[Trace]:
     return [other for other in same if other.rate == lowest and other is not trace]
 
 
-def band(measure: Measure, arms: Sequence[Trace]) -> Band | None:
-    """Return the band that healthy arms define, at the steps that all of them have.
+def series(measure: Measure, trace: Trace, traces: Sequence[Trace]) -> Series | None:
+    """Return what an arm is judged by: the values of a measure, or their change since the rates part.
+
+    The change is taken from the last checkpoint of the healthy arm of the same topology and seed before any arm of
+    that topology at a higher rate has one; if there is none, from that arm's first checkpoint. Earlier steps are left
+    out.
+
+    Returns:
+        None for a measure that is judged by its change, where no healthy arm has the seed.
+    """
+    values = trace.values[measure.name]
+    if not measure.by_change:
+        return Series(trace.steps, values)
+    same = [other for other in traces if other.kind == trace.kind]
+    lowest = min(other.rate for other in same)
+    at_home = [other for other in same if other.rate == lowest and other.seed == trace.seed and len(other.steps)]
+    if not at_home:
+        return None
+    parting = min((other.steps[0] for other in same if other.rate > lowest and len(other.steps)), default=-np.inf)
+    origin = max(int(np.searchsorted(at_home[0].steps, parting)) - 1, 0)
+    kept = trace.steps >= at_home[0].steps[origin]
+    return Series(trace.steps[kept], values[kept] - at_home[0].values[measure.name][origin])
+
+
+def band(measure: Measure, arms: Sequence[Series]) -> Band | None:
+    """Return the band that the series of healthy arms define, at the steps that all of them have.
 
     Returns:
         None where there are no arms, or no step that all of them have with a finite value.
     """
-    series = [dict(zip(arm.steps.tolist(), arm.values[measure.name].tolist(), strict=True)) for arm in arms]
-    shared = [
-        step for step in (series[0] if series else ()) if all(np.isfinite(one.get(step, np.nan)) for one in series)
-    ]
+    each = [dict(zip(arm.steps.tolist(), arm.values.tolist(), strict=True)) for arm in arms]
+    shared = [step for step in (each[0] if each else ()) if all(np.isfinite(arm.get(step, np.nan)) for arm in each)]
     if not shared:
         return None
-    values = np.array([[one[step] for step in shared] for one in series])
-    spread = float(np.median(values.std(axis=0, ddof=1))) if len(series) > 1 else 0.0
+    values = np.array([[arm[step] for step in shared] for arm in each])
+    spread = float(np.median(values.std(axis=0, ddof=1))) if len(each) > 1 else 0.0
     return Band(np.array(shared), np.median(values, axis=0), max(measure.floor, DEVIATIONS * spread))
 
 
-def leaves(measure: Measure, steps: Floats, values: Floats, limits: Band) -> Exit | None:
+def band_of(measure: Measure, trace: Trace, traces: Sequence[Trace]) -> Band | None:
+    """Return the band for an arm among others; None if no healthy arms define one."""
+    every = (series(measure, other, traces) for other in healthy(trace, traces))
+    return band(measure, [each for each in every if each is not None])
+
+
+def leaves(measure: Measure, judged_by: Series, limits: Band) -> Exit | None:
     """Return when a series leaves a band on the bad side and stays out for two checkpoints; None: it does not.
 
     A value that is not finite is outside. Checkpoints at steps that the band does not have are passed over.
     """
     known = dict(zip(limits.steps.tolist(), limits.centre.tolist(), strict=True))
-    judged = [(step, value) for step, value in zip(steps.tolist(), values.tolist(), strict=True) if step in known]
+    pairs = zip(judged_by.steps.tolist(), judged_by.values.tolist(), strict=True)
+    judged = [(step, value) for step, value in pairs if step in known]
     outside = [not measure.worse * (value - known[step]) <= limits.width for step, value in judged]
     for index in range(len(judged) - STAY + 1):
         if all(outside[index : index + STAY]):
@@ -178,10 +219,10 @@ def leaves(measure: Measure, steps: Floats, values: Floats, limits: Band) -> Exi
 
 def outcome(measure: Measure, trace: Trace, traces: Sequence[Trace], detector: str) -> Outcome | None:
     """Return how a measure of an arm compares with its loss; None if no healthy arms define a band."""
-    limits = band(measure, healthy(trace, traces))
-    if limits is None or not np.isin(trace.steps, limits.steps).any():
+    judged_by, limits = series(measure, trace, traces), band_of(measure, trace, traces)
+    if judged_by is None or limits is None or not np.isin(judged_by.steps, limits.steps).any():
         return None
-    left = leaves(measure, trace.steps, trace.values[measure.name], limits)
+    left = leaves(measure, judged_by, limits)
     loss = trace.loss[detector]
     if left is None:
         verdict = QUIET if loss is None else MISSED
@@ -196,8 +237,8 @@ def judging(measure: Measure, detector: str, traces: Sequence[Trace]) -> list[Tr
     """Return the traces with one more detector of the loss: the step at which a measure leaves its band."""
     out = []
     for trace in traces:
-        limits = band(measure, healthy(trace, traces))
-        left = None if limits is None else leaves(measure, trace.steps, trace.values[measure.name], limits)
+        judged_by, limits = series(measure, trace, traces), band_of(measure, trace, traces)
+        left = None if judged_by is None or limits is None else leaves(measure, judged_by, limits)
         out.append(dataclasses.replace(trace, loss={**trace.loss, detector: left.step if left else None}))
     return out
 

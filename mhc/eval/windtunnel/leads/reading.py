@@ -23,8 +23,8 @@ from mhc.monitor.detectors import median_excess
 MEASURES = (
     Measure("log_posterior_r2", "R² of the log posterior, collapsed state", -1, 0.05),
     Measure("log_posterior_r2_worst_stream", "R² of the log posterior, worst stream", -1, 0.05),
-    Measure("key_cosine", "|cosine| of the symbols' keys", 1, 0.05),
-    Measure("alignment", "alignment of queries with keys", -1, 0.05),
+    Measure("key_cosine", "|cosine| of the symbols' keys", 1, 0.05, by_change=True),
+    Measure("alignment", "alignment of queries with keys", -1, 0.05, by_change=True),
     Measure("kl_bits", "KL(Bayes ‖ model), bits", 1, 0.05),
 )
 KL = MEASURES[-1]

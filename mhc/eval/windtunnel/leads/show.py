@@ -13,14 +13,15 @@ from mhc.eval.common.palette import palette
 from mhc.eval.common.sheet import Sheet
 from mhc.eval.common.terminal import aligned
 from mhc.eval.common.words import number
-from mhc.eval.windtunnel.leads.bands import Measure, Record, Trace, band, healthy, judging, outcomes, record
+from mhc.eval.windtunnel.leads.bands import Measure, Record, Trace, band_of, judging, outcomes, record
 from mhc.eval.windtunnel.leads.reading import DETECTORS, HELD_OUT, KL, MEASURES
 from mhc.files import write_json
 
 TITLE = "Lead times of a belief over the loss"
 HEADER = ("measure", "arms", "crossings", "led", "late", "false alarms", "undecided", "missed", "lead", "range")
 _HOW = """Healthy arms are those of the same topology at the lowest rate, at the same step. A band reaches four
-standard deviations over their seeds from their median, and at least 0.05. A measure crosses at the first checkpoint
+standard deviations over their seeds from their median, and at least 0.05. Keys and alignment are judged by their change
+since the rates part, because seeds settle on different geometries. A measure crosses at the first checkpoint
 outside, on the bad side, whose next one is outside too. Led: the loss said something later, or at that step; the lead
 is the steps between. Late: the loss was first. False alarm: the loss said nothing. Undecided: the run ended too soon
 after. Missed: the loss said something, and the measure never crossed. A lead is as fine as the spacing of checkpoints,
@@ -245,15 +246,16 @@ def draw(traces: Sequence[Trace], folder: Path) -> page.Drawn:
                     _line(sheet, panel, trace, measure.name, styles)
             every = [trace for trace in traces if trace.kind == kind]
             top = max(every, key=lambda trace: trace.rate)
-            limits = band(measure, healthy(top, traces)) if top.rate > rates[0] else None
+            judged_by_level = top.rate > rates[0] and not measure.by_change
+            limits = band_of(measure, top, traces) if judged_by_level else None
             if limits is not None:
                 edge = limits.centre + measure.worse * limits.width
                 sheet.points(panel, "edge of the band", limits.steps, edge, styles[rates[0]], marker="_", size=4)
     return page.Drawn(
         sheet.save(folder, folder),
         "The measures over training",
-        "A line is an arm. Dashes mark where the healthy band ends. A cross marks an arm's first loss event, at the "
-        "last checkpoint before it.",
+        "A line is an arm. Dashes mark where the healthy band of a measure ends that is judged by its level. A cross "
+        "marks an arm's first loss event, at the last checkpoint before it.",
         True,
     )
 
