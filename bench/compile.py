@@ -81,7 +81,7 @@ def _uncached() -> Iterator[None]:
     """Compile within the block without the persistent cache."""
     import jax
 
-    before = jax.config.jax_enable_compilation_cache
+    before = getattr(jax.config, "jax_enable_compilation_cache")  # noqa: B009 - it is declared at run time
     jax.config.update("jax_enable_compilation_cache", False)
     try:
         yield

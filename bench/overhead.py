@@ -121,7 +121,7 @@ def _einsum_connection(name: str, width: int, tokens: tuple[int, int], streams: 
     from bench.reference import einsum
     from mhc.residual import functional
 
-    initial = {"hc": functional.hc_params, "mhc": functional.mhc_params}[name]
+    initial: Callable[..., Any] = functional.hc_params if name == "hc" else functional.mhc_params
     params = initial(streams, width, k=1)
     h = jax.random.normal(jax.random.key(1), (*tokens, width), jnp.float32)
     state = jnp.broadcast_to(h[..., None, :], (*tokens, streams, width))

@@ -43,7 +43,8 @@ def interleaved(functions: Mapping[str, Callable[[], Any]], rounds: int, *, call
 
 def spread(values: Sequence[float]) -> dict[str, float]:
     """Return {median, low, high} of values; low and high are the quartiles."""
-    low, median, high = statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else values * 3
+    several = [*values, *values] if len(values) == 1 else values
+    low, median, high = statistics.quantiles(several, n=4, method="inclusive")
     return {"median": median, "low": low, "high": high}
 
 

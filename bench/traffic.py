@@ -177,7 +177,7 @@ def main(arguments_: Sequence[str]) -> int:
         raise UserError(f"--blocks: {options.blocks!r}, allowed: two numbers, the smaller first")
     arguments.at_least(options.scanned, "--scanned", 0)
     names = ("width", "heads", "length", "batch", "vocabulary", "scanned_vocabulary")
-    given = {name: arguments.at_least(getattr(options, name), f"--{name}") for name in names}
+    given: dict[str, Any] = {name: arguments.at_least(getattr(options, name), f"--{name}") for name in names}
     sizes = dataclasses.replace(sizes, **given, blocks=(blocks[0], blocks[1]), scanned=options.scanned)
     arguments.check_json(options.json)
     kinds = arguments.kind_names(options.kinds, "--kinds")
