@@ -185,6 +185,6 @@ def through(
         parts.append(out)
     carry, path = carried
     if path is not None:
-        held, moving = topology.held(carry.state)
-        carry = carry._replace(state=topology.joined(kept_once.turned(held, path), moving))
+        ended = kept_once.turned(*topology.held(carry.state), path)
+        carry = carry._replace(state=topology.joined(*ended))
     return carry, _concatenated(parts)

@@ -31,17 +31,24 @@ def _returns(leaf: jax.Array) -> bool:
 
 
 @jax.custom_vjp
-def turned(held: Any, path: Path) -> Any:
-    """Return the held arrays after the last step, and let them go back along the path in the backward pass."""
-    return held
+def turned(held: Any, moving: Any, path: Path) -> tuple[Any, Any]:
+    """Return (held, moving), and let the held arrays go back along the path in the backward pass.
+
+    Args:
+      held: what is kept once, after the last step.
+      moving: the rest of what the last step leaves. The arrays go back if the gradient of any of the two is asked for,
+        and what follows may use the rest alone.
+      path: the return path after the last step.
+    """
+    return held, moving
 
 
-def _turn(held: Any, path: Path) -> tuple[Any, Path]:
-    return held, [leaf for leaf in jax.tree.leaves(held) if _returns(leaf)]
+def _turn(held: Any, moving: Any, path: Path) -> tuple[tuple[Any, Any], Path]:
+    return (held, moving), [leaf for leaf in jax.tree.leaves(held) if _returns(leaf)]
 
 
-def _turn_back(kept: Path, cotangent: Any) -> tuple[Any, Path]:
-    return cotangent, kept
+def _turn_back(kept: Path, cotangents: tuple[Any, Any]) -> tuple[Any, Any, Path]:
+    return (*cotangents, kept)
 
 
 turned.defvjp(_turn, _turn_back)
