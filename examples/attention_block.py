@@ -51,7 +51,7 @@ class Reverser(nnx.Module):
         self.head = nnx.Linear(width, VOCABULARY, rngs=rngs)
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
-        h = self.embed(tokens) + self.positions(jnp.arange(LENGTH))
+        h = self.embed(tokens) + self.positions(jnp.arange(LENGTH))[None]
         x = self.blocks[0].around_attention.expand(h)
         for block in self.blocks:
             x = block(x)

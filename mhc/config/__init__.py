@@ -8,6 +8,7 @@ A group checks its fields when it is made, and a `Config` their combinations, so
 after ``dataclasses.replace``. Every complaint is a ``UserError`` of one line: the field, the value, what is allowed.
 
     fields    every field: type, default, meaning, allowed values
+    scales    those of the norms, and of the factor of the feed-forward's output
     sources   the syntax of data.source and data.validation
     residual  the group whose fields depend on the residual kind; kind_modules imports kinds from elsewhere
     group     the base of a group
@@ -44,7 +45,6 @@ from mhc.config.fields import (
     ModelConfig,
     MoeConfig,
     MonitorConfig,
-    NormConfig,
     OptimizerConfig,
     PositionsConfig,
     ResidualConfig,
@@ -74,6 +74,7 @@ from mhc.config.resume import (
     keep_validation_rule,
     kept_validation,
 )
+from mhc.config.scales import NormConfig, UpdateConfig
 from mhc.config.sources import SOURCES, Share, shares
 
 __all__ = [
@@ -105,6 +106,7 @@ __all__ = [
     "SeedConfig",
     "Share",
     "TrainConfig",
+    "UpdateConfig",
     "ValidationConfig",
     "WatchdogConfig",
     "change",

@@ -7,8 +7,9 @@ import itertools
 
 from mhc import attention_impls
 from mhc.config.derived import GATED, Groups
-from mhc.config.fields import AttentionConfig, DistributedConfig, ModelConfig, NormConfig
+from mhc.config.fields import AttentionConfig, DistributedConfig, ModelConfig
 from mhc.config.group import refuse_unused
+from mhc.config.scales import NormConfig, UpdateConfig
 from mhc.errors import UserError, failure
 from mhc.rules import refuse
 
@@ -24,7 +25,8 @@ def check(config: Groups) -> None:
     _check_mask(config)
     _check_positions(config)
     _check_feed_forward(config)
-    _check_norm(config.norm)
+    _check_norm(config.norm, config.model.layers)
+    _check_update(config.update, config.model.layers)
     _check_remat(config.model)
     _check_kind(config)
     _check_value_residual(config)
@@ -130,6 +132,9 @@ def _check_positions(config: Groups) -> None:
         refuse("positions.low_frequency", low, f"below positions.high_frequency={high}")
     if positions.kind == "learned" and config.max_length < length:
         refuse("positions.max_length", positions.max_length, f"at least data.sequence_length={length}")
+    if positions.kind not in ("rope", "sinusoidal", "alibi"):
+        why = "it has no positions" if positions.kind == "none" else "it has rows for whole numbers alone"
+        refuse_unused(positions, ("noise",), f"with positions.kind={positions.kind}: {why}")
     if positions.kind == "relative_bias" and positions.max_distance <= positions.buckets // 2:
         refuse("positions.max_distance", positions.max_distance, f"above half of positions.buckets={positions.buckets}")
 
@@ -150,9 +155,33 @@ def _check_feed_forward(config: Groups) -> None:
     refuse_unused(config.mlp, ("bias",), "with moe.experts > 0: experts have no biases")
 
 
-def _check_norm(norm: NormConfig) -> None:
+def _check_norm(norm: NormConfig, layers: int) -> None:
+    if norm.kind == "layernorm":
+        refuse_unused(norm, ("bias",), "with norm.kind=layernorm: it has one anyway")
+    elif not norm.bias:
+        refuse_unused(norm, ("beta_frozen",), "with norm.kind=rmsnorm, unless norm.bias: there is no bias")
     if norm.gamma_schedule is not None:
         refuse_unused(norm, ("gamma_frozen",), "with norm.gamma_schedule: a schedule is never trained")
+    else:
+        refuse_unused(norm, ("gamma_shape",), "without norm.gamma_schedule")
+    if norm.gamma_init == 1.0 and not norm.gamma_frozen and norm.gamma_schedule is None:
+        refuse_unused(norm, ("gamma_layers",), "unless another gamma field is set")
+    _check_layers("norm.gamma_layers", norm.gamma_layers, layers)
+
+
+def _check_update(update: UpdateConfig, layers: int) -> None:
+    if update.schedule is not None:
+        refuse_unused(update, ("trained",), "with update.schedule: a schedule is never trained")
+    else:
+        refuse_unused(update, ("shape",), "without update.schedule")
+    if not update.on:
+        refuse_unused(update, ("layers",), "unless update.scale, update.trained or update.schedule is set")
+    _check_layers("update.layers", update.layers, layers)
+
+
+def _check_layers(name: str, chosen: tuple[int, ...], layers: int) -> None:
+    if any(later <= earlier for earlier, later in itertools.pairwise(chosen)) or max(chosen, default=0) >= layers:
+        refuse(name, chosen, f"increasing layers from 0 to {layers - 1}")
 
 
 def _check_remat(model: ModelConfig) -> None:
@@ -216,6 +245,8 @@ def _check_batch(config: Groups) -> None:
 def _check_monitor(config: Groups) -> None:
     if not config.watchdog.seconds:
         refuse_unused(config.watchdog, ("abort",), "with watchdog.seconds=0: nothing is watched")
+    if not config.monitor.probe_every:
+        refuse_unused(config.monitor, ("gamma",), "with monitor.probe_every=0: there are no probes")
     window, least = config.monitor.zscore_window, config.monitor.zscore_min_history
     if least is not None and least > window:
         refuse("monitor.zscore_min_history", least, f"at most monitor.zscore_window={window}")

@@ -19,7 +19,6 @@ from mhc.config.fields import (
     ModelConfig,
     MoeConfig,
     MonitorConfig,
-    NormConfig,
     OptimizerConfig,
     PositionsConfig,
     ResidualConfig,
@@ -29,6 +28,7 @@ from mhc.config.fields import (
     ValidationConfig,
     WatchdogConfig,
 )
+from mhc.config.scales import NormConfig, UpdateConfig
 
 GATED = ("glu", "geglu", "swiglu")  # kinds of the feed-forward that have a gate
 ZSCORE_HISTORY = 64  # steps before the first z-score, in a run that is not short
@@ -44,6 +44,7 @@ class Groups:
     mlp: MlpConfig = dataclasses.field(default_factory=MlpConfig)
     moe: MoeConfig = dataclasses.field(default_factory=MoeConfig)
     norm: NormConfig = dataclasses.field(default_factory=NormConfig)
+    update: UpdateConfig = dataclasses.field(default_factory=UpdateConfig)
     head: HeadConfig = dataclasses.field(default_factory=HeadConfig)
     init: InitConfig = dataclasses.field(default_factory=InitConfig)
     residual: ResidualConfig = dataclasses.field(default_factory=ResidualConfig)

@@ -1,8 +1,9 @@
 """Declare every field of a run: its type, default, meaning and allowed values.
 
 ``python train.py --fields [GROUP]`` prints this list. ``None`` means "derive it" or "none", as the field's words say.
-The options of residual kinds, such as ``residual.iters``, are declared with their kinds in ``mhc/kinds.py``. The
-combinations that are refused are listed in ``mhc/config/checks.py``.
+The groups ``norm`` and ``update`` are in ``mhc/config/scales.py``. The options of residual kinds, such as
+``residual.iters``, are declared with their kinds in ``mhc/kinds.py``. The combinations that are refused are listed in
+``mhc/config/checks.py``.
 """
 
 from __future__ import annotations
@@ -121,6 +122,12 @@ class PositionsConfig(Group, group="positions"):
     max_length: int | None = setting(None, "learned: rows of the table; None: data.sequence_length", low=1)
     buckets: int = setting(32, "relative_bias: number of buckets; half of them hold one distance each", low=2)
     max_distance: int = setting(128, "relative_bias: distance at which the last bucket begins", low=2)
+    noise: float = setting(
+        0.0,
+        "rope, sinusoidal, alibi: standard deviation, in positions, of normal noise on each token's position while "
+        "training; 0: none",
+        low=0,
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -160,24 +167,6 @@ class MoeConfig(Group, group="moe"):
     balance_rate: float = setting(1e-3, "loss_free: step size of the bias", above=0)
     balance_loss: float = setting(1e-2, "auxiliary: coefficient of the loss of each layer (arXiv:2101.03961)", above=0)
     z_loss: float = setting(0.0, "coefficient of each layer's mean squared log-sum-exp of the router's logits", low=0)
-
-
-@dataclasses.dataclass(frozen=True)
-class NormConfig(Group, group="norm"):
-    """Sets the norms of the sublayers (always inside F: the streams are never normalised) and before the head."""
-
-    kind: str = setting("rmsnorm", "layernorm also centres and has a bias", choices=("rmsnorm", "layernorm"))
-    placement: str = setting(
-        "pre", "pre: F(norm u); post: norm F(u); sandwich: norm F(norm u)", choices=("pre", "post", "sandwich")
-    )
-    final: bool = setting(True, "a norm before the head")
-    embedding: bool = setting(False, "a norm after the embedding")
-    eps: float = setting(1e-6, "added to the mean square under the root", low=0)
-    gamma_init: float = setting(1.0, "initial scale of the sublayers' norms")
-    gamma_frozen: bool = setting(False, "leave the sublayers' scales untrained")
-    gamma_schedule: float | None = setting(
-        None, "untrained scale of the sublayers' norms at train.steps, reached linearly from gamma_init; None: trained"
-    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -363,6 +352,7 @@ class MonitorConfig(Group, group="monitor"):
         low=2,
     )
     zscore_threshold: float = setting(6.0, "z-score above which a step is called a spike", above=0)
+    gamma: bool = setting(False, "probes also hold the gradient in the scales of each sublayer's norms, and its share")
     tensorboard: bool = setting(True, "write TensorBoard event files beside metrics.jsonl")
     wandb: str = setting(
         "off",
@@ -448,3 +438,4 @@ class SeedConfig(Group, group="seed"):
 
     init: int = setting(0, "initial weights; each parameter's key is folded in from its path", low=0, below=2**32)
     data: int = setting(0, "order of documents", low=0, below=2**32)
+    noise: int = setting(0, "positions.noise, with the number of the step", low=0, below=2**32)

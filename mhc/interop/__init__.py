@@ -8,7 +8,8 @@ from mhc.extras import require_train
 
 require_train(__name__)
 
+from mhc.interop.connections import hyper_connections  # noqa: E402
 from mhc.interop.folder import HfFolder  # noqa: E402
 from mhc.interop.hf import from_hf, load_hf, to_hf  # noqa: E402
 
-__all__ = ["HfFolder", "from_hf", "load_hf", "to_hf"]
+__all__ = ["HfFolder", "from_hf", "hyper_connections", "load_hf", "to_hf"]

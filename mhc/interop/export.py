@@ -40,7 +40,8 @@ VERSION = 1  # of our format
 GROUPS = ("model", "attention", "positions", "mlp", "moe", "norm", "head", "residual")  # they say what is computed
 _TRAINING = {"model": ("dtype", "remat", "scan"), "attention": ("impl",)}
 _TRAINING |= {"moe": ("balance", "balance_rate", "balance_loss", "z_loss"), "head": ("z_loss",)}
-_TRAINING |= {"norm": ("gamma_init", "gamma_frozen", "gamma_schedule"), "residual": ("init", "module")}
+_TRAINING |= {"positions": ("noise",), "residual": ("init", "module")}
+_TRAINING["norm"] = ("gamma_init", "gamma_frozen", "gamma_schedule", "gamma_shape", "gamma_layers", "beta_frozen")
 
 
 def export(run: str | Path, folder: str | Path, step: int | None = None, names: str = "auto") -> Path:

@@ -131,8 +131,9 @@ _FUNCTION = {
     "attention": None,
     "positions": None,
     "mlp": None,
+    "update": None,
     "moe": ("experts", "top_k", "width", "shared", "dense_layers", "score", "normalize", "scale", "balance"),
-    "norm": ("kind", "placement", "final", "embedding", "eps"),
+    "norm": ("kind", "placement", "final", "embedding", "eps", "bias"),
     "head": ("tied", "softcap", "classes"),
 }
 
@@ -147,7 +148,7 @@ def function(config: Config) -> dict[str, Any]:
     out = {
         f"{group}.{name}": tree[group][name] for group, names in _FUNCTION.items() for name in (names or tree[group])
     }
-    del out["attention.impl"]
+    del out["attention.impl"], out["positions.noise"]
     p, moe = config.positions, config.moe
     idle = {"positions.original_length": p.scaling in ("dynamic", "yarn", "llama3")}
     idle["positions.max_length"] = p.kind == "learned"

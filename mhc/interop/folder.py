@@ -65,7 +65,8 @@ class HfFolder(Mapping[str, np.ndarray]):
     """Maps the names of a folder's tensors to the tensors, float32; ``config`` is its config.json.
 
     The headers of all files are read and checked when the folder is opened, a tensor when it is asked for. Its dtype is
-    checked by ``check_dtype`` and when it is read, so that a folder may hold other tensors of any dtype.
+    checked by ``check_dtype`` and when it is read, so that a folder may hold other tensors of any dtype. A subclass may
+    want some of the tensors only (``wants``); then the files that hold none of them are not opened.
 
     Raises:
       UserError: no such folder, config or shard, or a damaged file.
@@ -79,12 +80,16 @@ class HfFolder(Mapping[str, np.ndarray]):
         self._files: dict[str, SafetensorsFile] = {}
         self._where: dict[str, str] = {}  # by the index
         for file in self._shards():
-            for name in file.entries:
+            for name in filter(self.wants, file.entries):
                 if self._where.get(name, file.path.name) != file.path.name:
                     continue  # the index has it in another file
                 if name in self._files:
                     raise UserError(f"{file.path}: {name} is also in {self._files[name].path.name}")
                 self._files[name] = file
+
+    def wants(self, name: str) -> bool:
+        """Return whether the tensor of this name is one of the mapping; ``config`` has been read before."""
+        return True
 
     def _shards(self) -> list[SafetensorsFile]:
         single, index = self.path / SINGLE, self.path / INDEX
@@ -101,7 +106,12 @@ class HfFolder(Mapping[str, np.ndarray]):
         where = read_object(index).get("weight_map")
         if not isinstance(where, dict) or not all(isinstance(file, str) for file in where.values()):
             raise UserError(f"{index}: weight_map is missing or no mapping of tensors to files")
+        every = set(where.values())
+        where = {name: file for name, file in where.items() if self.wants(name)}
         names = sorted(set(where.values()))
+        unread = sorted(name for name in every.difference(names) if not os.path.isfile(self.path / name))
+        if unread:
+            log.warning("%s: missing shards, without a tensor that is wanted here: %s", self.path, listed(unread))
         if any(Path(name).name != name for name in names):
             raise UserError(f"{index}: weight_map names files outside of the folder")
         missing = [name for name in names if not os.path.isfile(self.path / name)]

@@ -80,6 +80,7 @@ class Model:
                 u = self.norm(u, f"{name}.norm") if self.has(f"{name}.norm.scale") else u
                 y = core(u, f"{name}.core", layer)
                 y = self.norm(y, f"{name}.post_norm") if self.has(f"{name}.post_norm.scale") else y
+                y = y * self.w(f"{name}.update") if self.has(f"{name}.update") else y
                 state, k = residual.write(state, y, context), k + 1
         h = residual.collapse(state)
         h = self.norm(h, "final_norm") if self.has("final_norm.scale") else h
@@ -92,9 +93,10 @@ class Model:
         return x if name is None else x * self.w(f"{name}.scale")
 
     def norm(self, x, name):
-        if self.c["norm"]["kind"] == "rmsnorm":
-            return self.rms(x, name)
-        return self.rms(x - x.mean(-1, keepdims=True), name) + self.w(f"{name}.bias")
+        if self.c["norm"]["kind"] == "layernorm":
+            x = x - x.mean(-1, keepdims=True)
+        x = self.rms(x, name)
+        return x + self.w(f"{name}.bias") if self.has(f"{name}.bias") else x
 
     # Attention --------------------------------------------------------------------------------------------------------
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
 from mhc import residual, sharding
@@ -89,16 +90,25 @@ def laid_out(topology: ResidualTopology, state: State, shape: tuple[int, ...]) -
     return topology.each(state, place)
 
 
+def in_layers(value: float, layers: tuple[int, ...], layer: int | jax.Array) -> float | jax.Array:
+    """Return ``value`` in one of the ``layers``, else 1; () stands for all layers."""
+    if not layers:
+        return value
+    return jnp.where(jnp.any(jnp.asarray(layers) == layer), jnp.float32(value), jnp.float32(1.0))
+
+
 class Block(nnx.Module):
     """Runs attention, then feed-forward (dense, or of experts), each an F with its own residual connection."""
 
     def __init__(
         self, config: Config, topology: ResidualTopology, layer: int | jax.Array, *, key: PathKey, experts: bool = False
     ):
-        normed = topology.owns_norm
-        self.attention = Sublayer(config, make_attention(config, key=key / "attention"), normed=normed)
+        normed, gamma = topology.owns_norm, in_layers(config.norm.gamma_init, config.norm.gamma_layers, layer)
+        heads = make_attention(config, key=key / "attention")
+        self.attention = Sublayer(config, heads, gamma=gamma, normed=normed)
         core: Mlp | Moe = Moe(config, key=key / "mlp") if experts else Mlp(config, key=key / "mlp")
-        self.mlp = Sublayer(config, core, normed=normed)
+        update = in_layers(config.update.scale, config.update.layers, layer) if config.update.on else None
+        self.mlp = Sublayer(config, core, gamma=gamma, update=update, normed=normed)
         self.attention_residual = topology.connection(2 * layer, rngs=key / "attention_residual")
         self.mlp_residual = topology.connection(2 * layer + 1, rngs=key / "mlp_residual")
 
@@ -154,16 +164,33 @@ class Block(nnx.Module):
         return carry, Seen(tuple(seen), router)
 
     def extend(
-        self, carry: Carry, context: CacheContext, cache: Cache, topology: ResidualTopology
-    ) -> tuple[Carry, Cache]:
-        """Run new tokens whose past is in the cache; return (the carry for the next block, the cache with them)."""
+        self,
+        carry: Carry,
+        context: CacheContext,
+        cache: Cache,
+        topology: ResidualTopology,
+        observe: Observer | None = None,
+    ) -> tuple[Carry, Cache, tuple[dict[str, jax.Array], ...]]:
+        """Run new tokens whose past is in the cache.
+
+        Returns:
+          (the carry for the next block, the cache with the tokens, what ``observe`` returned by sublayer). The views
+          that it gets have no args and no heads.
+        """
         kept = [cache]  # the sublayer puts its new cache here, since the carry alone is handed on
 
         def attention(u: jax.Array, memory: Memory) -> tuple[jax.Array, Memory]:
             y, kept[0], memory = self.heads.extend(self.attention.before(u), context, cache, memory)
             return self.attention.after(y), memory
 
-        return self._through(carry, topology, attention, self.mlp), kept[0]
+        seen: list[dict[str, jax.Array]] = []
+
+        def look(number: int, view: SublayerView) -> None:
+            assert observe is not None
+            seen.append(observe(view))
+
+        carry = self._through(carry, topology, attention, self.mlp, None if observe is None else look)
+        return carry, kept[0], tuple(seen)
 
     def _through(
         self,

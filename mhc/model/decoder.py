@@ -41,7 +41,7 @@ from mhc.residual.protocol import State
 from mhc.rng import PathKey, path_key
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Bool, Float, Int
+    from jaxtyping import Array, Bool, Float, Int, Real
 
 
 class PositionTable(nnx.Module):
@@ -124,7 +124,7 @@ class Decoder(nnx.Module):
         """Return the weight of the output logits: the head's [D, V], or the embedding's [V, D] under ``head.tied``."""
         return self.embed.table[...] if self.config.head.tied else self.head.kernel[...]
 
-    def embed_tokens(self, tokens: Int[Array, "B T"], positions: Int[Array, "B T"]) -> Float[Array, "B T D"]:
+    def embed_tokens(self, tokens: Int[Array, "B T"], positions: Real[Array, "B T"]) -> Float[Array, "B T D"]:
         """Return the embeddings that the topology's streams start from, in the compute dtype."""
         dtype = jnp.dtype(self.config.model.dtype)
         with jax.named_scope("embed"):
@@ -144,6 +144,7 @@ class Decoder(nnx.Module):
         *,
         prefix: Int[Array, " B"] | int | None = None,
         edits: Edits | None = None,
+        noise: Float[Array, "B T"] | None = None,
     ) -> Hidden:
         """Return the hidden states of whole rows, and what was observed on the way.
 
@@ -155,9 +156,10 @@ class Decoder(nnx.Module):
           prefix: how many first positions of a document see one another both ways, by row; ``attention.prefix`` by
             default.
           edits: interventions in the blocks.
+          noise: added to the positions that are encoded (``positions.noise``).
         """
         config = self.config
-        context = attention_context(config, tokens.shape, segment_ids, positions, prefix, self.bias_table)
+        context = attention_context(config, tokens.shape, segment_ids, positions, prefix, self.bias_table, noise)
         carry = self._begin(tokens, context.positions)
         seen: list[Seen] = []
         for blocks, first, count in self.stacks:
@@ -176,8 +178,7 @@ class Decoder(nnx.Module):
 
     def _collapse(self, state: State) -> jax.Array:
         """Return the hidden states before the head."""
-        h = self.residual.collapse(self.residual.settle(state))
-        return sharding.gather_width(self.final_norm(h) if self.norms_output else h)
+        return self.before_head(self.residual.collapse(self.residual.settle(state)))
 
     def _run_stack(
         self,
@@ -276,24 +277,43 @@ class Decoder(nnx.Module):
         prefix: Int[Array, " B"] | int | None = None,
     ) -> tuple[Float[Array, "B T D"], DecoderCache]:
         """Return what ``extend`` does, with the hidden states before the head in place of the logits."""
+        h, cache, _ = self.extend_observed(tokens, cache, valid, prefix=prefix)
+        return h, cache
+
+    def extend_observed(
+        self,
+        tokens: Int[Array, "B T"],
+        cache: DecoderCache,
+        valid: Bool[Array, "B T"] | None = None,
+        observe: Observer | None = None,
+        *,
+        prefix: Int[Array, " B"] | int | None = None,
+    ) -> tuple[Float[Array, "B T D"], DecoderCache, dict[str, jax.Array]]:
+        """Return what ``extend_hidden`` does, and what ``observe`` returned of the new tokens, stacked over depth.
+
+        Args:
+          observe: as in ``forward``, of results [B, T, ...] each; its views have no args and no heads.
+        """
         if valid is None:
             if tokens.shape[1] > cache.max_length:
                 raise ValueError(f"tokens: given {tokens.shape[1]} a row, allowed: the cache's {cache.max_length}")
             valid = jnp.ones(tokens.shape, bool)
         new = place(cache, valid, self.config.attention.prefix if prefix is None else prefix)
         if cache.tokens is not None:
-            return self._computed_anew(tokens, cache, new)
+            return self._computed_anew(tokens, cache, new, observe)
         contexts = {
             local: cache_context(self.config, cache, new, local, self.bias_table)
             for local in set(self.config.local_layers)
         }
         carry = self._begin(tokens, new.positions)
-        layers = []
+        layers, seen = [], []
         for (blocks, first, run), kept in zip(self._cached_runs(), cache.layers, strict=True):
-            carry, kept = self._extend_run(blocks, first, run, carry, contexts[run.local], kept)
+            carry, kept, observed = self._extend_run(blocks, first, run, carry, contexts[run.local], kept, observe)
             layers.append(kept)
+            seen.append(observed)
         h = self._collapse(carry.state)
-        return h, dataclasses.replace(cache, lengths=new.lengths, prefix=new.prefix, layers=tuple(layers))
+        cache = dataclasses.replace(cache, lengths=new.lengths, prefix=new.prefix, layers=tuple(layers))
+        return h, cache, _by_depth(jax.tree.map(lambda *parts: jnp.concatenate(parts), *seen))
 
     def _cached_runs(self) -> list[tuple[Block, int, LayerRun]]:
         """Return (blocks of a stack, number of its first block, a run of its layers) of every run, in depth order."""
@@ -305,36 +325,57 @@ class Decoder(nnx.Module):
         ]
 
     def _extend_run(
-        self, blocks: Block, first: int, run: LayerRun, carry: Carry, context: CacheContext, kept: Cache
-    ) -> tuple[Carry, Cache]:
+        self,
+        blocks: Block,
+        first: int,
+        run: LayerRun,
+        carry: Carry,
+        context: CacheContext,
+        kept: Cache,
+        observe: Observer | None,
+    ) -> tuple[Carry, Cache, tuple[dict[str, jax.Array], ...]]:
         graph, stacked = nnx.split(blocks)
 
         # Parameters are picked from their whole stack, and the caches are carried: neither is copied.
-        def layer(carry: _CachedCarry, index: jax.Array) -> tuple[_CachedCarry, None]:
+        def layer(carry: _CachedCarry, index: jax.Array) -> tuple[_CachedCarry, tuple[dict[str, jax.Array], ...]]:
             state, memory, kept = carry
             params = jax.tree.map(lambda leaf: jax.lax.dynamic_index_in_dim(leaf, run.first + index, 0, False), stacked)
             cache = {name: jax.lax.dynamic_index_in_dim(leaf, index, 0, False) for name, leaf in kept.items()}
             block = nnx.merge(graph, params)
-            (state, memory), cache = block.extend(Carry(state, memory), context, cache, self.residual)
+            (state, memory), cache, seen = block.extend(Carry(state, memory), context, cache, self.residual, observe)
             kept = {
                 name: jax.lax.dynamic_update_index_in_dim(leaf, cache[name], index, 0) for name, leaf in kept.items()
             }
-            return _CachedCarry(state, memory, kept), None
+            return _CachedCarry(state, memory, kept), seen
 
         begin = _CachedCarry(carry.state, carry.memory, kept)
         layers = jnp.arange(run.layers)
-        end, _ = depth.through(self.residual, depth.scanned, layer, begin, layers, first=first + run.first, scan=True)
-        return Carry(end.state, end.memory), end.kept
+        end, seen = depth.through(
+            self.residual, depth.scanned, layer, begin, layers, first=first + run.first, scan=True
+        )
+        return Carry(end.state, end.memory), end.kept, seen
 
-    def _computed_anew(self, tokens: jax.Array, cache: DecoderCache, new: NewTokens) -> tuple[jax.Array, DecoderCache]:
+    def _computed_anew(
+        self, tokens: jax.Array, cache: DecoderCache, new: NewTokens, observe: Observer | None
+    ) -> tuple[jax.Array, DecoderCache, dict[str, jax.Array]]:
         assert cache.tokens is not None
         rows = jnp.arange(tokens.shape[0])[:, None]
         slots = jnp.where(new.valid, new.positions, cache.max_length)
         every = cache.tokens.at[rows, slots].set(tokens, mode="drop")
         segment_ids = (jnp.arange(cache.max_length)[None] < new.lengths[:, None]).astype(jnp.int32)
-        h = self.forward(every, segment_ids, prefix=new.prefix).h
-        h = jnp.take_along_axis(h, new.positions[:, :, None], axis=1)
-        return h, dataclasses.replace(cache, lengths=new.lengths, prefix=new.prefix, tokens=every)
+        out = self.forward(every, segment_ids, observe=observe, prefix=new.prefix)
+
+        def of_new(leaf: jax.Array, axis: int) -> jax.Array:
+            places = jnp.expand_dims(new.positions, [*range(axis - 1), *range(axis + 1, leaf.ndim)])
+            return jnp.take_along_axis(leaf, places, axis=axis)
+
+        observed = {name: of_new(leaf, 2) for name, leaf in out.observed.items()}
+        cache = dataclasses.replace(cache, lengths=new.lengths, prefix=new.prefix, tokens=every)
+        return of_new(out.h, 1), cache, observed
+
+    def before_head(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        """Return the hidden states before the head of a collapsed stream, of any depth (a logit lens)."""
+        return sharding.gather_width(self.final_norm(x) if self.norms_output else x)
 
     def logits(self, h: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
         """Return float32 logits of the hidden states before the head, capped by ``head.softcap``."""

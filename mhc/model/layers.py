@@ -135,9 +135,13 @@ class Mlp(nnx.Module):
         y = jnp.einsum("btd,df->btf", x, getattr(self, name)[...].astype(x.dtype))
         return kept(y + getattr(self, f"{name}_bias")[None, None].astype(x.dtype) if self.config.mlp.bias else y)
 
-    def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+    def activations(self, x: Float[Array, "B T D"]) -> Float[Array, "B T F"]:
+        """Return the hidden values, which ``down`` multiplies."""
         gate = self._project(x, "gate") if self.config.mlp.kind in GATED else None
-        return self._project(activate(self.config, self._project(x, "up"), gate), "down")
+        return activate(self.config, self._project(x, "up"), gate)
+
+    def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        return self._project(self.activations(x), "down")
 
 
 class Sublayer(nnx.Module):
@@ -147,15 +151,28 @@ class Sublayer(nnx.Module):
     sandwich. With ``normed`` the topology has normalised u, and there is no norm before the core. Over a mesh with
     tensor > 1 the norms see u and y split by width, as the streams are; the core gets the whole width, and each device
     returns a part of a sum.
+
+    With ``update`` F's output is multiplied by the parameter update [], whose first value that is (group ``update``).
     """
 
-    def __init__(self, config: Config, core: nnx.Module, *, normed: bool = False):
-        placement, width, gamma = config.norm.placement, config.model.width, config.norm.gamma_init
+    def __init__(
+        self,
+        config: Config,
+        core: nnx.Module,
+        *,
+        gamma: float | jax.Array = 1.0,
+        update: float | jax.Array | None = None,
+        normed: bool = False,
+    ):
+        placement, width = config.norm.placement, config.model.width
         self.placement, self.norms_input = placement, placement != "post" and not normed
         if self.norms_input:
             self.norm = make_norm(config.norm, width, gamma)
         if placement != "pre":
             self.post_norm = make_norm(config.norm, width, gamma)
+        self.scaled = update is not None
+        if update is not None:
+            self.update = nnx.Param(jnp.full((), update, jnp.float32))
         self.core = core
 
     def before(self, u: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
@@ -165,7 +182,10 @@ class Sublayer(nnx.Module):
     def after(self, y: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         """Return F's output from the core's."""
         y = sharding.split_width(y)
-        return y if self.placement == "pre" else self.post_norm(y)
+        y = y if self.placement == "pre" else self.post_norm(y)
+        if self.scaled:
+            y = (y * self.update[...][None, None, None].astype(jnp.float32)).astype(y.dtype)
+        return y
 
     def __call__(self, u: Float[Array, "B T D"], *args: object) -> Float[Array, "B T D"]:
         core: Callable[..., Any] = self.core

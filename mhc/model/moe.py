@@ -172,5 +172,24 @@ class Moe(nnx.Module):
             "z": jnp.sum(jnp.square(jax.nn.logsumexp(logits, axis=-1)) * counted) / total,
         }
 
+    def activations(self, x: Float[Array, "B T D"]) -> Float[Array, "B T A"]:
+        """Return the hidden values of each token's experts times their weights, then those of the shared experts.
+
+        All experts are computed, which is for a few tokens at a time; A = top_k F and the width of the shared ones.
+        """
+        wide = jnp.promote_types(x.dtype, jnp.float32)
+        logits = jnp.einsum("btd,de->bte", x.astype(wide), self.router[...].astype(wide))
+        bias = self.router_bias[...] if self.config.moe.balance == "loss_free" else None
+        chosen, weights, _ = route(self.config, logits, bias)
+
+        def of_all(name: str) -> jax.Array:
+            return jnp.einsum("btd,edf->btef", x, getattr(self.experts, name)[...].astype(x.dtype))
+
+        gate = of_all("gate") if self.config.mlp.kind in GATED else None
+        every = activate(self.config, of_all("up"), gate)
+        picked = jnp.take_along_axis(every, chosen[..., None], axis=2) * weights[..., None].astype(x.dtype)
+        hidden = picked.reshape(*x.shape[:2], -1)
+        return jnp.concatenate([hidden, self.shared.activations(x)], -1) if self.config.moe.shared else hidden
+
     def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         return self.with_statistics(x)[0]

@@ -63,6 +63,7 @@ TABLE: tuple[tuple[str, Parameter], ...] = (
     (r"mlp/core/experts/down", Parameter(("experts", "mlp", "embed"), "feed_forward", True, _IN_OUT)),
     (r"mlp/core/(gate|up)_bias", Parameter(("mlp",), "feed_forward")),
     (r"mlp/core/down_bias", Parameter(("norm",), "feed_forward")),
+    (r"mlp/update", Parameter((), "feed_forward")),  # the factor of its output
     (r"mlp/core/router", Parameter(("embed", "window"), "router", True)),
     (r"mlp/core/router_bias", Parameter(("window",), "router")),
     (r"norm/(scale|bias)", Parameter(("norm",), "norms")),

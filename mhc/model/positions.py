@@ -12,7 +12,7 @@ import numpy as np
 from mhc.config import Config
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Float, Int
+    from jaxtyping import Array, Float, Int, Real
 
 
 def _wide(x: jax.Array) -> jnp.dtype:
@@ -23,7 +23,7 @@ def _wide(x: jax.Array) -> jnp.dtype:
 
 
 def rotate(
-    x: Float[Array, "B T H K"], positions: Int[Array, "B T"], frequencies: Float[Array, "... K/2"], factor: float = 1.0
+    x: Float[Array, "B T H K"], positions: Real[Array, "B T"], frequencies: Float[Array, "... K/2"], factor: float = 1.0
 ) -> Float[Array, "B T H K"]:
     """Turn each pair (x_i, x_{i + K/2}) by the angle position * frequency_i, in float32 (RoPE, arXiv:2104.09864).
 
@@ -96,7 +96,7 @@ def rotary_frequencies(
 # Added to the embedding -----------------------------------------------------------------------------------------------
 
 
-def sinusoidal(positions: Int[Array, "B T"], width: int) -> Float[Array, "B T D"]:
+def sinusoidal(positions: Real[Array, "B T"], width: int) -> Float[Array, "B T D"]:
     """Return sines (even places) and cosines (odd) of position * 10000^(-2i/D), float32 (arXiv:1706.03762)."""
     half = (width + 1) // 2
     frequency = 10_000.0 ** (-jnp.arange(half, dtype=jnp.float32) * 2 / width)
@@ -133,7 +133,7 @@ def bucket(distance: Int[Array, "*shape"], buckets: int, max_distance: int) -> I
 
 
 def logit_bias(
-    config: Config, table: Float[Array, "buckets H"] | None, queries: Int[Array, "b T"], keys: Int[Array, "b U"]
+    config: Config, table: Float[Array, "buckets H"] | None, queries: Real[Array, "b T"], keys: Real[Array, "b U"]
 ) -> Float[Array, "b H T U"] | None:
     """Return what positions add to attention's logits, float32; None where they add nothing.
 

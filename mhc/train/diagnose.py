@@ -15,6 +15,7 @@ from jax.sharding import Mesh
 from mhc.model.decoder import DecoderDefinition, Params, SublayerView
 from mhc.monitor import nan
 from mhc.sharding import batch_sharding, jit, replicated, traced_for
+from mhc.train.scales import with_noise
 from mhc.train.step import Batch, Trainer, counted, loss_and_gradients, loss_parts, micro_batches
 
 
@@ -42,7 +43,9 @@ def finite_outputs(trainer: Trainer, params: Params, batch: Batch, completed: in
             return {"finite": jnp.all(jnp.isfinite(view.y)) & jnp.all(jnp.isfinite(streams))}
 
         decoder = trainer.definition.bind(_with_faults(trainer, params, completed))
-        return decoder.hidden(batch["tokens"], batch["segment_ids"], batch["positions"], observe)[1]["finite"]
+        noise = with_noise(trainer.config, batch, completed).get("position_noise")
+        rows = (batch["tokens"], batch["segment_ids"], batch["positions"])
+        return decoder.forward(*rows, observe, noise=noise).observed["finite"]
 
     return jit(traced_for(run, trainer.mesh), trainer.mesh, out_shardings=replicated(trainer.mesh))(params, batch)
 
@@ -90,7 +93,7 @@ def first_nan(trainer: Trainer, params: Params, batch: Batch, completed: int) ->
     accumulation = config.train.accumulation
 
     def forward(params: Params, batch: Batch) -> jax.Array:
-        micro = micro_batches(counted(config, batch), accumulation)
+        micro = micro_batches(counted(config, with_noise(config, batch, completed)), accumulation)
 
         def objective(rows: Batch) -> jax.Array:
             return loss_parts(definition, _with_faults(trainer, params, completed), rows).sums.objective
@@ -98,7 +101,8 @@ def first_nan(trainer: Trainer, params: Params, batch: Batch, completed: int) ->
         return jax.lax.map(objective, micro)
 
     def backward(params: Params, batch: Batch) -> Params:
-        return loss_and_gradients(definition, _with_faults(trainer, params, completed), batch, accumulation)[1]
+        noisy = with_noise(config, batch, completed)
+        return loss_and_gradients(definition, _with_faults(trainer, params, completed), noisy, accumulation)[1]
 
     for name, function in (("forward", forward), ("backward", backward)):
         layouts = (trainer.layout.params, batch_sharding(mesh))

@@ -237,6 +237,10 @@ class Record:
             grad, update, param = (metrics[name] for name in ("grad", "update", "param"))
             record["grad/norm"] = np.asarray(grad.sublayers)
             record["grad/group_norm"] = {name: float(value) for name, value in grad.groups.items()}
+            if "gamma" in metrics:
+                gamma = np.asarray(metrics["gamma"], np.float64)
+                record["grad/gamma_norm"] = gamma
+                record["grad/gamma_share"] = gamma**2 / max(float(np.sum(gamma**2)), 1e-30)
             if "router" in metrics:
                 load = np.asarray(metrics["router"]["load"])
                 record["router/load"] = load / np.maximum(load.sum(axis=-1, keepdims=True), 1.0)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -17,6 +16,7 @@ from mhc.model.decoder import STACKS, DecoderDefinition, Params
 from mhc.model.parameters import GROUPS, parameter
 from mhc.monitor import guard
 from mhc.sharding import batch_sharding, jit, replicated, shardings, traced_for
+from mhc.train import scales
 from mhc.train.loss import LossSums, cross_entropy
 from mhc.train.optimizer import learning_rate, make_optimizer, map_paths
 from mhc.xla_options import known_options
@@ -69,10 +69,12 @@ def loss_parts(definition: DecoderDefinition, params: Params, batch: Batch) -> L
     Args:
       batch: tokens, targets, segment_ids, positions [B, T] int32 and weights [B, T] float32; of a mixture also sources
         [B] int32, the number of each row's source. A posterior [B, T, C] float32, where there is one, stands for the
-        targets.
+        targets. With ``position_noise`` [B, T] float32 that is added to what positions encode.
     """
     decoder = definition.bind(params)
-    hidden = decoder.forward(batch["tokens"], batch["segment_ids"], batch["positions"])
+    hidden = decoder.forward(
+        batch["tokens"], batch["segment_ids"], batch["positions"], noise=batch.get("position_noise")
+    )
     member = None
     if "sources" in batch:
         member = jax.nn.one_hot(batch["sources"], len(shares(definition.config.data.source)))
@@ -162,24 +164,6 @@ def norms(tree: Params) -> Norms:
     return Norms(jnp.sqrt(by_depth), {name: jnp.sqrt(groups[name]) for name in GROUPS if name in groups})
 
 
-_GAMMA = re.compile(r"blocks/(attention|mlp)/(post_)?norm/scale$")
-
-
-def _untrained_gamma(config: Config, path: str) -> bool:
-    """Return whether the leaf is a sublayer norm's scale that no gradient may move."""
-    fixed = config.norm.gamma_frozen or config.norm.gamma_schedule is not None
-    return fixed and _GAMMA.search(path) is not None
-
-
-def scheduled(config: Config, params: Params, completed: jax.Array) -> Params:
-    """Return ``params`` with the sublayers' norm scales as of ``norm.gamma_schedule`` after ``completed`` updates."""
-    final, first = config.norm.gamma_schedule, config.norm.gamma_init
-    if final is None:
-        return params
-    gamma = first + (final - first) * jnp.minimum(completed.astype(jnp.float32) / config.train.steps, 1.0)
-    return map_paths(lambda path, leaf: jnp.full_like(leaf, gamma) if _GAMMA.search(path) else leaf, params)
-
-
 def balanced(config: Config, params: Params, router: dict[str, jax.Array]) -> Params:
     """Move each router's bias a step towards an even load (arXiv:2408.15664).
 
@@ -210,7 +194,8 @@ class Trainer:
     ``step(state, batch) -> (state, metrics)`` donates the state. Metrics are device arrays: the scalars loss,
     target_tokens (int32), grad_norm before clipping, update_norm, param_norm, lr, logit_max, log_z, skipped,
     nonfinite; ``grad`` (Norms); with experts ``router`` (load [L', E] in tokens, balance and z [L']); with
-    ``monitor.probe_every`` also ``update`` and ``param`` (Norms); of a mixture of K sources source_nll and
+    ``monitor.probe_every`` also ``update`` and ``param`` (Norms); with ``monitor.gamma`` also ``gamma`` [S], the norms
+    of the gradient in the sublayers' norm scales, frozen ones included; of a mixture of K sources source_nll and
     source_tokens [K]; and what the guard's action adds: z_loss, z_grad_norm and skip, or clip_scale. A step whose loss
     or gradient is not finite changes no parameter and no optimiser state; the check is part of the step.
     """
@@ -254,6 +239,7 @@ class Trainer:
         return self._begin(self.definition.init(key))
 
     def _begin(self, params: Params) -> TrainState:
+        params = scales.begin(self.config, params)
         # One buffer each: the state is donated, and a buffer cannot be donated twice.
         step, skipped, nonfinite = (jnp.zeros((), jnp.int32) for _ in range(3))
         return TrainState(step, params, self.optimizer.init(params), skipped, nonfinite, guard.initial(self.config))
@@ -261,11 +247,13 @@ class Trainer:
     def _step(self, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, Any]]:
         config, faults = self.config, self.faults
         start = state.params if faults.params is None else faults.params(state.step, state.params)
-        parts, grads = loss_and_gradients(self.definition, start, batch, config.train.accumulation)
+        noisy = scales.with_noise(config, batch, state.step)
+        parts, grads = loss_and_gradients(self.definition, start, noisy, config.train.accumulation)
         loss = parts.sums.nll / jnp.maximum(parts.weight, 1.0)
         loss = loss if faults.loss is None else faults.loss(state.step, loss)
         grads = grads if faults.gradients is None else faults.gradients(state.step, grads)
-        grads = map_paths(lambda path, g: jnp.zeros_like(g) if _untrained_gamma(config, path) else g, grads)
+        in_gamma = scales.gamma_norms(grads) if config.monitor.gamma else None  # before `hold`: also of frozen scales
+        grads = scales.hold(config, grads)
         grad_norm = optax.tree.norm(grads)
         metrics: dict[str, Any] = {"grad": norms(grads)}
         verdict, guard_state = guard.judge(config, state.guard, loss, grad_norm)
@@ -280,7 +268,7 @@ class Trainer:
             rate = learning_rate(config, applied)
             updates = jax.tree.map(lambda u: rate * u, updates)
             params = optax.apply_updates(state.params, updates)
-            params = scheduled(config, balanced(config, params, parts.router), applied + 1)
+            params = scales.scheduled(config, balanced(config, params, parts.router), applied + 1)
 
         def keep(new: Any, old: Any) -> Any:
             return jax.tree.map(lambda a, b: jnp.where(verdict.apply, a, b), new, old)
@@ -317,6 +305,8 @@ class Trainer:
         }
         if config.monitor.probe_every:
             metrics |= {"update": norms(updates), "param": norms(following.params)}
+        if in_gamma is not None:
+            metrics["gamma"] = in_gamma
         if parts.router:
             metrics["router"] = parts.router
         if "sources" in batch:

@@ -137,6 +137,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "dynamic": ("plain", {"positions": {"scaling": "dynamic", "factor": 4.0, "original_length": 8}}),
     "llama3": ("plain", {"positions": {"scaling": "llama3", "factor": 4.0, "original_length": 8}}),
     "linear": ("plain", {"positions": {"scaling": "linear", "factor": 3.0}, "mlp": {"kind": "glu", "bias": True}}),
+    "biases of rmsnorm, factors": (
+        "mhc",
+        {"norm": {"bias": True, "gamma_layers": (1,), "gamma_init": 0.5}, "update": {"scale": 0.5, "layers": (1,)}},
+    ),
     "ntk": ("plain", {"positions": {"scaling": "ntk", "factor": 4.0}, "model": {"embed_scale": True}}),
 }
 FEW = (
@@ -158,6 +162,7 @@ FEW = (
     "relative bias",
     "sinusoidal, windows",
     "yarn, prefix",
+    "biases of rmsnorm, factors",
 )
 
 

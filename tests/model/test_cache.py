@@ -372,3 +372,10 @@ def test_what_cannot_fit_is_refused() -> None:
         decoder.empty_cache(1, 0)
     with pytest.raises(ValueError, match="given 5 a row, allowed: the cache's 4"):
         decoder.extend(jnp.zeros((1, 5), jnp.int32), decoder.empty_cache(1, 4))
+
+
+@pytest.mark.parametrize("calls", ["chunks", pytest.param("steps", marks=pytest.mark.long)])
+def test_cached_decoding_with_biases_and_factors(calls: str) -> None:
+    """A bias of RMSNorm and a factor of the feed-forward's output are in the one pass and in the other."""
+    scaled = small("mhc", norm={"bias": True}, update={"scale": 0.5, "trained": True}, positions={"noise": 0.5})
+    check(scaled, calls)

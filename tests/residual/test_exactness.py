@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest.mock import Mock
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,6 +12,7 @@ import pytest
 from mhc import kinds
 from mhc.residual import functional as F
 from mhc.residual.mixing import mixing_of
+from mhc.residual.mixing.transport import Transport, TransportRunner
 
 N, TOKENS, DEPTH = 4, 8, 100
 MIXED = [name for name, kind in kinds.known().items() if kind.mixing]
@@ -43,3 +46,27 @@ def test_what_is_exact_is_and_stays_so_in_products(kind: str) -> None:
         share = min(4.0 / (2 * DEPTH), 0.25)
         smallest = np.linalg.svd(products[-1], compute_uv=False).min()
         assert smallest >= (1 - 2 * share) ** DEPTH
+
+
+@pytest.mark.parametrize("kind", MIXED)
+def test_a_program_of_eight_streams_is_not_long(kind: str) -> None:
+    """XLA compiles a longer program in more than proportional time: loops over streams are loops in it, too."""
+    mixing = mixing_of(kind, sublayers=DEPTH)
+    mixing = mixing.with_own(mixing.own())
+    lines = {}
+    for n in (4, 8):
+        if n in kinds.known()[kind].streams:
+            gradient = jax.jit(jax.grad(lambda logits, n=n: jnp.sum(mixing.reference(logits, n) ** 2)))
+            logits = jax.ShapeDtypeStruct((TOKENS, mixing.logits(n)), jnp.float32)
+            lines[n] = len(gradient.lower(logits).as_text().splitlines())
+    assert max(lines.values()) <= 1500, lines
+
+
+@pytest.mark.parametrize("n", [2, 4, 5, 8])
+def test_entries_of_tbp_mhc_are_filled_in_alike_in_a_loop_and_unrolled(n: int) -> None:
+    """Numpy's loop, which exported models run, is the reference; from N = 5 the rows are a scan."""
+    mixing = Transport(minorize=False)
+    logits = 3.0 * np.random.default_rng(n).normal(size=(TOKENS, mixing.logits(n)))
+    res = mixing.reference(jnp.asarray(logits, jnp.float32), n)
+    filled = TransportRunner.mixing(Mock(), logits, n)  # it reads nothing of the model
+    np.testing.assert_allclose(res, filled, rtol=0, atol=2e-6)

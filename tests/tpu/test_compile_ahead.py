@@ -268,7 +268,7 @@ def test_a_slice_that_cannot_hold_the_step_is_not_compiled(monkeypatch):
         tried.append((str(slice_), config.train.accumulation))
         fits = len(tried) > 1
         memory = hlo.Memory(10, 0, 20) if fits else None
-        return xla_process.Outcome(memory, None if fits else 200 * GIB, {}, None, None, None, 1.0, 1.0, GIB)
+        return xla_process.Outcome(memory, "", None if fits else 200 * GIB, {}, None, None, None, 1.0, 1.0, GIB)
 
     monkeypatch.setattr(xla_process, "compile_step", planned)
     shapes = {name: jax.ShapeDtypeStruct((27 * 2**18, 4096), jnp.float32) for name in ("mlp/core/up",)}

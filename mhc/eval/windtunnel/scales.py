@@ -177,7 +177,7 @@ def as_json(found: Scales, sequences: int) -> dict[str, Any]:
 def page(results: Sequence[Shown], folder: Path) -> str:
     """Return the figure of both time scales over the steps of training."""
     titles = {
-        "attention_change": "attention: change from the last checkpoint",
+        "attention_change": "attention: change from the checkpoint before",
         "attention_to_end": "attention: distance to its end",
         "kl_bits": "belief: KL(Bayes ‖ model), bits",
     }

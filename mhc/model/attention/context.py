@@ -13,7 +13,7 @@ from mhc.model.attention.implementations import choose_implementation
 from mhc.model.positions import rotary_frequencies
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Bool, Float, Int
+    from jaxtyping import Array, Bool, Float, Int, Real
 
 
 def positions_of(segment_ids: Int[Array, "B T"]) -> Int[Array, "B T"]:
@@ -53,9 +53,9 @@ def visible(
 class AttentionContext:
     """Holds what every layer's attention shares in a pass over whole rows."""
 
-    positions: Int[Array, "B T"]
+    positions: Real[Array, "B T"]  # that are encoded; no whole numbers under positions.noise
     segment_ids: Int[Array, "B T"] | None
-    distances: Int[Array, "b T"]  # positions to take differences of; b is 1 where all rows agree
+    distances: Real[Array, "b T"]  # positions to take differences of; b is 1 where all rows agree
     frequencies: tuple[jax.Array, float] | None  # of rotary positions
     table: Float[Array, "buckets H"] | None  # the biases of relative_bias
     full: Bool[Array, "b T U"] | None  # mask without a window; None where the implementation makes its own masks
@@ -82,6 +82,7 @@ def attention_context(
     positions: jax.Array | None = None,
     prefix: jax.Array | int | None = None,
     table: jax.Array | None = None,
+    noise: jax.Array | None = None,
 ) -> AttentionContext:
     """Return the context of rows [B, T].
 
@@ -91,6 +92,7 @@ def attention_context(
       positions: [B, T]; by default those within each document.
       prefix: how many first positions of a document see one another; by default ``attention.prefix``.
       table: the learned biases [buckets, H] of ``relative_bias``.
+      noise: [B, T] float32, added to what positions encode; masks are those of the positions themselves.
     """
     index = jnp.arange(shape[1], dtype=jnp.int32)[None]
     distances = index
@@ -112,9 +114,11 @@ def attention_context(
         frequencies = rotary_frequencies(config, config.rope_dim or config.head_dim, lengths)
     context = AttentionContext(positions, segment_ids, distances, frequencies, table, None, None)
     prefix = prefix if prefix is not None else config.attention.prefix or None
-    if choose_implementation(config) == "flash" and prefix is None:
+    if not (choose_implementation(config) == "flash" and prefix is None):
+        context = with_masks(context, config, index, prefix)
+    if noise is None:
         return context
-    return with_masks(context, config, index, prefix)
+    return dataclasses.replace(context, positions=positions + noise, distances=distances + noise)
 
 
 def with_masks(

@@ -13,6 +13,9 @@ from mhc.residual.runner import ManifoldRunner, sigmoid
 
 HOME_GAP, DELTA = 4.0, -8.0
 """The initial logits on the diagonal, negative off it, under ``home``; the initial logit of the uniform map's share."""
+UNROLLED = 4
+"""The largest N whose rows are unrolled. Beyond it they are a scan: each entry uses all before it, and a program of 16
+streams, unrolled, takes XLA minutes to compile."""
 
 
 class TransportRunner(ManifoldRunner):
@@ -78,20 +81,42 @@ class Transport(Mixing):
     def __call__(self, logits: jax.Array, n: int) -> jax.Array:
         t = jax.nn.sigmoid(logits)
         one = jnp.ones(logits.shape[1:], logits.dtype)
-        columns, rows = [one] * n, []
-        for i in range(n - 1):
-            left, row = one, []
-            for j in range(n - 1):
-                others = sum(columns[j + 2 :], columns[j + 1])  # what the columns after this one have left
-                low = jnp.maximum(jnp.maximum(0.0, left - others), columns[j] - (n - 1 - i))
-                entry = low + jnp.maximum(jnp.minimum(left, columns[j]) - low, 0.0) * t[i * (n - 1) + j]
-                left, columns[j] = left - entry, columns[j] - entry
-                row.append(entry)
-            columns[n - 1] = columns[n - 1] - left
-            rows.append(jnp.stack([*row, left]))
-        h = jnp.stack([*rows, jnp.stack(columns)])
+        if n <= UNROLLED:
+            columns, rows = [one] * n, []
+            for i in range(n - 1):
+                columns, row = _fill_row(columns, t[i * (n - 1) : (i + 1) * (n - 1)], n - 1 - i)
+                rows.append(row)
+            h = jnp.stack([*rows, jnp.stack(columns)])
+        else:
+
+            def step(columns: jax.Array, of_row: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+                left, row = _fill_row(list(columns), *of_row)
+                return jnp.stack(left), row
+
+            below = jnp.arange(n - 1, 0, -1).astype(t.dtype)
+            last, filled = jax.lax.scan(step, jnp.stack([one] * n), (t.reshape(n - 1, n - 1, *t.shape[1:]), below))
+            h = jnp.concatenate([filled, last[None]])
         if not self.minorize:
             return h
         assert self.delta is not None  # of `own`
         share = jax.lax.broadcast_to_rank(jax.nn.sigmoid(self.delta).astype(h.dtype), h.ndim)
         return (1.0 - share) * h + share / n
+
+
+def _fill_row(columns: list[jax.Array], t: jax.Array, below: int | jax.Array) -> tuple[list[jax.Array], jax.Array]:
+    """Return (what N columns have left after a row, the row [N, ...]).
+
+    Args:
+      columns: N arrays [...], what each column has left.
+      t: [N-1, ...] in (0, 1), the place of each entry between its bounds.
+      below: rows that follow; each can take at most 1 of a column.
+    """
+    columns, row, left, n = list(columns), [], jnp.ones_like(columns[0]), len(columns)
+    for j in range(n - 1):
+        others = sum(columns[j + 2 :], columns[j + 1])  # what the columns after this one have left
+        low = jnp.maximum(jnp.maximum(0.0, left - others), columns[j] - below)
+        entry = low + jnp.maximum(jnp.minimum(left, columns[j]) - low, 0.0) * t[j]
+        left, columns[j] = left - entry, columns[j] - entry
+        row.append(entry)
+    columns[n - 1] = columns[n - 1] - left
+    return columns, jnp.stack([*row, left])
