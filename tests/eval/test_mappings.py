@@ -9,14 +9,16 @@ import jax
 import numpy as np
 import pytest
 
-from mhc import cli
+from mhc import cli, kinds
 from mhc.eval import mappings
 from mhc.eval.common import checkpoints
 from mhc.eval.mappings.published import streams_used
 from mhc.files import read_json, read_jsonl
 from tests.interop import hyper_folders
 from tests.interop.models import GOLDEN
-from tests.small_runs import config, on_demand, run, snapshot, write_corpus
+from tests.small import random_params
+from tests.small_runs import config, on_demand, resolved, run, snapshot, untrained, write_corpus
+from tests.state_forms import has_maps
 
 KINDS = ("plain", "hc", "mhc")
 
@@ -92,6 +94,31 @@ def test_means_of_doubly_stochastic_maps_are_doubly_stochastic(trained):
     for matrices in (one.single, one.from_start, one.to_end):
         np.testing.assert_allclose(matrices.sum(axis=-1), 1.0, atol=1e-5)
         np.testing.assert_allclose(matrices.sum(axis=-2), 1.0, atol=2e-2)  # what 20 Sinkhorn iterations leave
+
+
+@pytest.mark.parametrize(
+    "kind", [pytest.param(name, marks=() if name == "attn_res" else pytest.mark.product) for name in kinds.names()]
+)
+def test_maps_of_every_kind_are_drawn_or_the_kind_is_refused_by_name(kind, tmp_path, capsys):
+    made = resolved(config(write_corpus(tmp_path / "texts"), kind))
+    folder = untrained(made, random_params(made, std=0.1), tmp_path / "run")
+    out = tmp_path / "out"
+    given = ["--checkpoint", str(folder), "--sequences", "2", "--out", str(out)]
+    if not has_maps(made):
+        with pytest.raises(SystemExit) as left:
+            cli.run_main(mappings.main, given)
+        (line,) = capsys.readouterr().err.splitlines()
+        assert left.value.code == 2 and f"residual.kind={kind} has no maps between streams to draw" in line
+        assert not out.exists()
+        return
+    assert mappings.main(given) == 0
+    (found,) = read_json(out / "mappings.json")["checkpoints"]
+    assert found["kind"] == kind
+    sublayers = 2 * made.model.layers
+    for name, values in found["by_sublayer"].items():
+        assert len(values) == sublayers and np.isfinite(values).all(), name
+    drawn = {path.name for path in out.glob("*.png")}
+    assert drawn >= {"gains.png", "weights.png"} and ("maps_1.png" in drawn) == (kind != "plain")
 
 
 @pytest.mark.parametrize(
