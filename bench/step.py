@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from bench.model import random_batch
 from mhc import cli, kinds
 from mhc import config as configs
 from mhc.config import Config
@@ -67,27 +68,16 @@ def measure(config: Config, arms: Sequence[str], rounds: int) -> dict[str, Any]:
     compile_seconds}}}. ``relative_speed`` is the median over rounds of the first arm's seconds divided by the arm's.
     """
     import jax
-    import numpy as np
 
     from mhc import sharding
     from mhc.train.step import Trainer
 
     # A residual field that only one kind has would be refused by the others, so arms take their kind's defaults.
     shared = [(name, value) for name, value in config.residual.options if kinds.options()[name].anywhere]
-    rng, shape = np.random.default_rng(0), (config.train.batch_size, config.data.sequence_length)
+    shape = (config.train.batch_size, config.data.sequence_length)
     vocabulary = config.model.vocab_size or 259
     mesh = sharding.make_mesh(config.mesh)
-    tokens = rng.integers(0, vocabulary, shape).astype(np.int32)
-    batch = sharding.put_batch(
-        {
-            "tokens": tokens,
-            "targets": np.roll(tokens, -1, axis=1),
-            "segment_ids": np.ones(shape, np.int32),
-            "positions": np.broadcast_to(np.arange(shape[1], dtype=np.int32), shape).copy(),
-            "weights": np.ones(shape, np.float32),
-        },
-        mesh,
-    )
+    batch = sharding.put_batch(random_batch(configs.resolve(config, vocabulary)), mesh)
     running: dict[str, Any] = {}
     for arm in arms:
         residual = configs.ResidualConfig(kind=arm, module=config.residual.module, options=shared)

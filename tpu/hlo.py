@@ -19,6 +19,7 @@ _ARRAY = re.compile(r"(\w+)\[([\d,]*)\]")
 _CALLED = re.compile(r"(?:body|condition|to_apply|calls)=%?([\w.\-]+)")
 _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
 _CHANNEL = re.compile(r"channel_id=(\d+)")
+_BODY = re.compile(r"body=%?([\w.\-]+)")
 _CONDITION = re.compile(r"condition=%?([\w.\-]+)")
 _CONSTANT = re.compile(r"%?([\w.\-]+) = s32\[\]\S* constant\((\d+)\)")
 _BELOW = re.compile(r"compare\([^)]*%([\w.\-]+)\), direction=LT")
@@ -76,8 +77,8 @@ class _Line(NamedTuple):
     channel: str  # the parts of one asynchronous collective share it
 
 
-def _size(shape: str) -> int:
-    """Return the bytes of a shape, all arrays of a tuple together."""
+def shape_bytes(shape: str) -> int:
+    """Return the bytes of a shape as XLA writes it, all arrays of a tuple together."""
     total = 0
     for dtype, dimensions in _ARRAY.findall(shape):
         count = 1
@@ -101,6 +102,22 @@ def _bounds(text: str) -> dict[str, int]:
     return bounds
 
 
+def trip_counts(text: str) -> dict[str, int]:
+    """Return how often each loop runs, by the name of its body; 1 where it cannot be read."""
+    bounds, counts = _bounds(text), dict[str, int]()
+    for line in text.splitlines():
+        body = _BODY.search(line)
+        if body:
+            counts[body[1]] = _trips(line, bounds)
+    return counts
+
+
+def _trips(line: str, bounds: dict[str, int]) -> int:
+    """Return how often the loop of a ``while`` runs."""
+    known, condition = _TRIPS.search(line), _CONDITION.search(line)
+    return int(known[1]) if known else bounds.get(condition[1] if condition else "", 1)
+
+
 def _computations(text: str) -> tuple[str, dict[str, list[_Line]]]:
     """Return (name of the entry computation, the instructions of every computation)."""
     entry, current, computations = "", "", dict[str, list[_Line]]()
@@ -119,13 +136,10 @@ def _computations(text: str) -> tuple[str, dict[str, list[_Line]]]:
         names = branches[1].split(",") if branches else []
         called = (*_CALLED.findall(line), *(name.strip().lstrip("%") for name in names))
         channel = _CHANNEL.search(line)
-        repeats = 1
-        if operation[2] == "while":
-            known, condition = _TRIPS.search(line), _CONDITION.search(line)
-            repeats = int(known[1]) if known else bounds.get(condition[1] if condition else "", 1)
+        repeats = _trips(line, bounds) if operation[2] == "while" else 1
         name = f"{current}/{line.split(' = ')[0].strip()}"
         shared = channel[1] if channel else name
-        computations[current].append(_Line(name, operation[2], _size(operation[1]), called, repeats, shared))
+        computations[current].append(_Line(name, operation[2], shape_bytes(operation[1]), called, repeats, shared))
     return entry, computations
 
 

@@ -38,6 +38,7 @@ class Outcome(NamedTuple):
     """Holds the result of compiling a step. Sizes are bytes of a device's HBM; FLOPs and bytes are XLA's counts."""
 
     memory: hlo.Memory | None  # None: the step does not fit
+    program: str  # the scheduled program as XLA writes it; empty where the step does not fit
     used: int | None  # what a step that does not fit would have needed at least
     collectives: dict[str, hlo.Collectives]
     code: int | None  # this and the next two are None unless code was generated
@@ -83,6 +84,7 @@ def compile_step(config: Config, slice_: Slice, *, plan_only: bool) -> Outcome:
             raise RuntimeError("the compiler failed:\n" + "\n".join(text.splitlines()[-20:]))
         return Outcome(
             hlo.memory(plan[0]) if plan and "used" not in answer else None,
+            plan[1] if plan and "used" not in answer else "",
             answer.get("used"),
             hlo.collectives(plan[1]) if plan else {},
             answer.get("code"),

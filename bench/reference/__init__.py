@@ -1,0 +1,1 @@
+"""Keep the yardsticks of ``bench``: they are written plainly, and are never improved."""
