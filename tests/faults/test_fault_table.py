@@ -101,7 +101,7 @@ def test_fine_tuning_forgets() -> None:
         return {**batch, "tokens": counting[:, :-1], "targets": counting[:, 1:], "weights": weights}
 
     def held_out(params: Any, stride: int) -> float:
-        sums = made.validate(params, {**stepping(stride, 99), "target_bytes": np.ones((8, LENGTH), np.int32)})
+        sums = made.validate(params, {**stepping(stride, 99), "target_bytes": jnp.ones((8, LENGTH), jnp.int32)})
         return float(sums["nll"] / sums["weight"])
 
     state = made.begin(
