@@ -50,7 +50,7 @@ def view(checkpoint: Checkpoint, options: Any) -> dict[str, Any]:
     print("".join(f"[[{label}]]" if mark else label for label, mark in zip(labels, marked, strict=True)))
     print(f"{_table(labels, found, diagnosis)}\n{NOTE}")
     if options.out is not None:
-        print(_page(checkpoint.name, options.prompt, labels, found, marked, options.out), file=sys.stderr)
+        print(_page(checkpoint.name, labels, found, marked, options.out), file=sys.stderr)
     return {
         "prompt": options.prompt,
         "tokens": tokens,
@@ -78,9 +78,7 @@ def _table(labels: Sequence[str], found: dict[str, np.ndarray], diagnosis: Diagn
     return aligned(lines)
 
 
-def _page(
-    name: str, prompt: str, labels: Sequence[str], found: dict[str, np.ndarray], marked: np.ndarray, folder: Path
-) -> Path:
+def _page(name: str, labels: Sequence[str], found: dict[str, np.ndarray], marked: np.ndarray, folder: Path) -> Path:
     """Write belief.html with its figure, belief.png and belief.csv; return the page's path."""
     sheet = Sheet("belief", columns=1, rows=2, height=3.4, x="position", wide=True, sharey=False)
     titles = {
