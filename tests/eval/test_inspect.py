@@ -337,7 +337,7 @@ def test_every_kind_is_profiled_and_ablated(kind, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (["profil"], "profil: allowed: profile, ablate, patch, attention (did you mean profile?)"),
+        (["profil"], "profil: allowed: profile, ablate, patch, attention, belief (did you mean profile?)"),
         (["profile", "--how", "mean"], "--how: not an option of profile, allowed with ablate"),
         (["profile", "--rows", "-1"], "--rows: given -1, allowed: 0 or more"),
         (["ablate", "--heads", "3"], "--heads: given 3, allowed: LAYER.HEAD, e.g. 3.1"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
@@ -21,13 +22,31 @@ SCALES: dict[str, Any] = {
 }
 
 
+def fields(folder: Path, update: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of a run of 12 steps with every scale and with noise, whose checkpoints all stay."""
+    monitor = {"probe_every": 3, "probe_sequences": 2, "tensorboard": False, "progress_every": 0, "gamma": True}
+    groups = SCALES | {"update": update, "monitor": monitor, "checkpoint": {"every": 4, "keep": 3}}
+    return tiny(write_corpus(folder / "texts"), "mhc", **groups)
+
+
+@pytest.mark.long
+def test_a_run_that_goes_on_from_an_earlier_checkpoint_has_the_same_bits(tmp_path: Path) -> None:
+    """What came after its first checkpoint is taken from a finished run, as a kill would."""
+    made = from_config_dict(fields(tmp_path, SCALES["update"]))
+    assert run(made, tmp_path / "calm") == 0
+    torn = Path(shutil.copytree(tmp_path / "calm", tmp_path / "torn"))
+    for step in (8, 12):
+        shutil.rmtree(torn / "checkpoints" / str(step))
+    (torn / "summary.json").unlink()
+    assert run(made, torn) == 0
+    assert_equal_runs(torn, tmp_path / "calm")
+
+
 @pytest.mark.process
 @pytest.mark.parametrize("update", [SCALES["update"], {"schedule": 0.2}], ids=["trained", "scheduled"])
 def test_kills_leave_the_bits_of_an_undisturbed_run(tmp_path: Path, update: dict[str, Any]) -> None:
     """One kill falls between checkpoints, one into a checkpoint; the probes hold each layer's share of gamma."""
-    groups = SCALES | {"update": update}
-    monitor = {"probe_every": 3, "probe_sequences": 2, "tensorboard": False, "progress_every": 0, "gamma": True}
-    made = tiny(write_corpus(tmp_path / "texts"), "mhc", monitor=monitor, **groups)
+    made = fields(tmp_path, update)
     assert run(from_config_dict(made), tmp_path / "calm") == 0
     config, folder = write_config(tmp_path / "config.py", made), tmp_path / "run"
     for phase, after in (("step", 6), ("checkpoint", 2)):
