@@ -24,7 +24,7 @@ import numpy as np
 from flax import nnx
 
 from mhc.errors import UserError
-from mhc.interop.folder import HfFolder
+from mhc.interop.folder import INDEX, SINGLE, HfFolder
 from mhc.interop.safetensors import listed
 from mhc.residual.functional import Maps, maps_from_logits
 from mhc.residual.manifold import ManifoldMaps
@@ -133,7 +133,7 @@ class ConnectionsFolder:
 
     def __init__(self, folder: str | Path):
         path = Path(folder)
-        if (path / "checkpoints").is_dir():
+        if (path / "checkpoints").is_dir() and not any((path / name).exists() for name in (SINGLE, INDEX)):
             raise UserError(f"{folder}: a run, allowed: a folder of Hugging Face")
         self.path = path
         self._source = _Tensors(path)
@@ -232,9 +232,11 @@ class ConnectionsFolder:
         return int(given) if given is not None else 1 + max(layer for layer, _, _ in self._names if layer is not None)
 
     def _check_complete(self) -> None:
+        """Raise UserError where a layer, or the learned collapse, lacks a tensor."""
+
         def spelled(layer: int, sublayer: str, tensor: str) -> str:
-            own = f"{sublayer}_hc.{tensor}" if self._dotted else f"hc_{sublayer}_{tensor}"
-            return f"{self._prefix}layers.{layer}.{own}"
+            last = f"{sublayer}_hc.{tensor}" if self._dotted else f"hc_{sublayer}_{tensor}"
+            return f"{self._prefix}layers.{layer}.{last}"
 
         every = ((layer, s, t) for layer in range(self.layers) for s in SUBLAYERS for t in TENSORS)
         lacking = [spelled(*key) for key in itertools.islice((key for key in every if key not in self._names), 5)]
@@ -260,6 +262,7 @@ class ConnectionsFolder:
         return int(given_n), int(given_width)
 
     def _check_shapes(self) -> None:
+        """Raise UserError where a tensor has another shape than N and D imply, or another dtype than floats."""
         n, flat = self.n, self.n * self.width
         for (layer, _, tensor), name in sorted(self._names.items(), key=lambda item: item[1]):
             rows, gates = (n, 1) if layer is None else (2 * n + n * n, 3)

@@ -200,6 +200,7 @@ class Decoder(nnx.Module):
             where = context.at(flag if mixed else local[0])
             return nnx.merge(graph, params)(carry, where, self.residual, observe, changes)
 
+        whole_state = edits is not None and edits.state_patch is not None
         return depth.through(
             self.residual,
             depth.training_run(self.config, self.residual),
@@ -208,7 +209,8 @@ class Decoder(nnx.Module):
             (stacked, jnp.asarray(local) if mixed else None, edits),
             first=first,
             scan=self.config.model.scan,
-            whole_state=edits is not None and edits.state_patch is not None,
+            whole_state=whole_state,
+            once=depth.keeps_once(self.config, self.residual) and not whole_state,
         )
 
     def hidden(

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from mhc.config import Config
+from mhc.model import kept_once
 from mhc.model.block import Carry
 from mhc.model.layers import KEPT
 from mhc.residual.protocol import ResidualTopology
@@ -66,6 +67,12 @@ def training_run(config: Config, topology: ResidualTopology) -> Run:
         count = _length(layers)
         whole = count // size * size if model.scan else 0
         parts = []
+        if whole and size == 1 and topology.period is not None:
+            # Within another scan the layers must come as they are: of a group that is cut out of them anew, the
+            # backward pass would keep a copy of the parameters.
+            single = jax.checkpoint(step, policy=policy, prevent_cse=False)
+            carry, out = jax.lax.scan(single, carry, layers)
+            return carry, out
         if whole:
             groups = jax.tree.map(lambda leaf: leaf[:whole].reshape(-1, size, *leaf.shape[1:]), layers)
             carry, out = jax.lax.scan(group, carry, groups)
@@ -76,6 +83,11 @@ def training_run(config: Config, topology: ResidualTopology) -> Run:
         return carry, _concatenated(parts)
 
     return run
+
+
+def keeps_once(config: Config, topology: ResidualTopology) -> bool:
+    """Return whether what the topology holds is kept once for the backward pass, and not once a period."""
+    return config.model.remat == "full" and topology.period is not None and topology.gains_rows
 
 
 def _concatenated(parts: list[Any]) -> Any:
@@ -93,6 +105,7 @@ def through(
     first: int,
     scan: bool,
     whole_state: bool = False,
+    once: bool = False,
 ) -> tuple[Any, Any]:
     """Run a step over layers, in the topology's periods if it has any.
 
@@ -106,6 +119,8 @@ def through(
       scan: whether whole periods are scanned too; else they are unrolled.
       whole_state: whether a block may change the part that the topology holds, as interventions do. Then all of the
         state is carried.
+      once: whether each layer is recomputed in the backward pass from what is held after the last of these layers, as
+        ``keeps_once`` says, in place of ``run``; not with ``whole_state``.
 
     Raises:
       ValueError: the period is less than one block.
@@ -116,38 +131,60 @@ def through(
     if period < 1:
         raise ValueError(f"{type(topology).__name__}: period is {period}, and must be at least one block")
 
-    def one_period(carry: Any, layers: Any, ends: bool = True) -> tuple[Any, Any]:
+    def one_period(carried: Any, layers: Any, ends: bool = True) -> tuple[Any, Any]:
+        carry, path = carried
         held, moving = ((), carry.state) if whole_state else topology.held(carry.state)
 
         def entire(moving: Any) -> Any:
             return moving if whole_state else topology.joined(held, moving)
 
-        def moved(carry: Any, layer: Any) -> tuple[Any, Any]:
-            carry, out = step(carry._replace(state=entire(carry.state)), layer)
+        def moved(held: Any, carry: Any, layer: Any) -> tuple[Any, Any]:
+            state = carry.state if whole_state else topology.joined(held, carry.state)
+            carry, out = step(carry._replace(state=state), layer)
             return carry if whole_state else carry._replace(state=topology.held(carry.state)[1]), out
 
-        carry, out = run(moved, carry._replace(state=moving), layers)
-        state = topology.settle(entire(carry.state))
-        return carry._replace(state=topology.hand_on(state) if ends else state), out
+        def handed_on(held: Any, moving: Any) -> Any:
+            return topology.hand_on(topology.settle(topology.joined(held, moving)))
+
+        carry = carry._replace(state=moving)
+        if path is None:
+            carry, out = run(lambda carry, layer: moved(held, carry, layer), carry, layers)
+            state = topology.settle(entire(carry.state))
+            return (carry._replace(state=topology.hand_on(state) if ends else state), None), out
+
+        def again(carried: Any, layer: Any) -> tuple[Any, Any]:
+            (carry, out), path = kept_once.recomputed(moved, held, carried[1], carried[0], layer, prevent_cse=not scan)
+            return (carry, path), out
+
+        (carry, path), out = (scanned if scan else unrolled)(again, (carry, path), layers)
+        if not ends:
+            return (carry._replace(state=topology.settle(entire(carry.state))), path), out
+        state, path = kept_once.recomputed(handed_on, held, path, carry.state, prevent_cse=not scan)
+        return (carry._replace(state=state), path), out
 
     def part(begin: int, end: int) -> Any:
         return jax.tree.map(lambda leaf: leaf[begin:end], layers)
 
     parts = []
+    carried = (carry, kept_once.path_for(topology.held(carry.state)[0]) if once else None)
     begun = min(-first % period, count)  # what is left of the period that another stack began
     if begun:
-        carry, out = one_period(carry, part(0, begun), ends=(first + begun) % period == 0)
+        carried, out = one_period(carried, part(0, begun), ends=(first + begun) % period == 0)
         parts.append(out)
     whole = begun + (count - begun) // period * period
     if whole > begun and scan:
         grouped = jax.tree.map(lambda leaf: leaf.reshape(-1, period, *leaf.shape[1:]), part(begun, whole))
-        carry, out = jax.lax.scan(one_period, carry, grouped)
+        carried, out = jax.lax.scan(one_period, carried, grouped)
         parts.append(jax.tree.map(lambda leaf: leaf.reshape(whole - begun, *leaf.shape[2:]), out))
     elif whole > begun:
         for at in range(begun, whole, period):
-            carry, out = one_period(carry, part(at, at + period))
+            carried, out = one_period(carried, part(at, at + period))
             parts.append(out)
     if whole < count:
-        carry, out = one_period(carry, part(whole, count), ends=False)
+        carried, out = one_period(carried, part(whole, count), ends=False)
         parts.append(out)
+    carry, path = carried
+    if path is not None:
+        ended = kept_once.turned(*topology.held(carry.state), path)
+        carry = carry._replace(state=topology.joined(*ended))
     return carry, _concatenated(parts)

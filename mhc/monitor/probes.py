@@ -183,6 +183,11 @@ def map_measures(res: jax.Array, tokens: _Tokens) -> dict[str, jax.Array]:
     return out
 
 
+def static_measures(res: jax.Array) -> dict[str, jax.Array]:
+    """Return ``map_measures`` of maps [S, N, N] that are the same for every token; each is [S]."""
+    return map_measures(res[:, None, None], _Tokens(jnp.ones((1, 1), jnp.int32)))
+
+
 def compile_probe(definition: DecoderDefinition, mesh: Mesh | None = None) -> Any:
     """Return the compiled ``probe(params, batch) -> {name: array}``; ``mesh``: that of the parameters, if any."""
 

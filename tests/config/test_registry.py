@@ -322,3 +322,12 @@ def test_the_table_needs_no_jax() -> None:
         check=True,
     )
     assert done.stdout.split() == ["False"]
+
+
+def test_the_page_on_topologies_has_two_rows_for_every_kind() -> None:
+    """It has one row of what the kind is, with every column, and one of what to know before choosing it."""
+    lines = (Path(__file__).parents[2] / "docs" / "topologies.md").read_text(encoding="utf-8").splitlines()
+    (head,) = (line for line in lines if line.startswith("| kind | equation |"))
+    for kind in OWN:
+        first, second = (line for line in lines if line.startswith(f"| `{kind.name}` |"))
+        assert first.count(" | ") == head.count(" | ") and len(second) > len(kind.name) + 20, kind.name

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 import pytest
 
-from mhc import cli
+from mhc import cli, kinds
 from mhc.eval.common import checkpoints
 from mhc.eval.common import rows as corpora
 from mhc.eval.common.ablation import Case, cases
@@ -28,7 +28,7 @@ from mhc.eval.perplexity.score import score
 from mhc.monitor import probes
 from mhc.sharding import make_mesh
 from tests.small import VOCAB, random_params, relative_error, small
-from tests.small_runs import config, run, snapshot, write_corpus
+from tests.small_runs import config, resolved, run, snapshot, untrained, write_corpus
 
 
 @pytest.fixture(scope="module")
@@ -176,11 +176,15 @@ def test_the_control_is_of_other_heads():
             "hc", {"attention": {"kind": "mla", "kv_rank": 8}, "model": {"scan": False}}, marks=pytest.mark.product
         ),
         pytest.param("mhc", {"attention": {"window": 4, "global_every": 2}}, marks=pytest.mark.product),
+        *(pytest.param(kind, {}, marks=pytest.mark.product) for kind in kinds.names() if kind != "plain"),
+        pytest.param("mhc", {"residual": {"single_pass": True}}, marks=pytest.mark.product),
+        pytest.param("attn_res", {"residual": {"block": 3}}, marks=pytest.mark.product),
+        pytest.param("plain", {"residual": {"value_residual": True}}, marks=pytest.mark.product),
     ],
 )
 def test_a_patch_recovers_what_lies_where_the_prompts_differ(kind, groups):
     """Before block 0 it lies at the token that differs; earlier positions never carry it, finally the last one does."""
-    checkpoint = made(kind, **groups)
+    checkpoint = made(kind, **{**groups, "residual": {"kind": kind, **groups.get("residual", {})}})
     rng = np.random.default_rng(0)
     clean = rng.integers(0, VOCAB, 6).tolist()
     corrupted = [*clean[:2], (clean[2] + 1) % VOCAB, *clean[3:]]
@@ -314,6 +318,20 @@ def test_a_view_says_what_it_found_and_leaves_the_run_alone(given, stem, check, 
     assert (found["view"], found["kind"], found["steps"]) == (given[0], "plain", [1])
     assert {path.name for path in out.iterdir()} == {f"{stem}.png", f"{stem}.csv"}
     check(capsys.readouterr().out, found)
+
+
+@pytest.mark.product
+@pytest.mark.parametrize("kind", kinds.names())
+def test_every_kind_is_profiled_and_ablated(kind, tmp_path, monkeypatch):
+    monkeypatch.setattr(checkpoints, "load", functools.partial(checkpoints.load, devices=jax.devices()[:1]))
+    settings = resolved(config(write_corpus(tmp_path / "texts"), kind))
+    folder = untrained(settings, random_params(settings, std=0.1), tmp_path / "run")
+    file = tmp_path / "found.json"
+    for view in (["profile"], ["ablate", "--draws", "0", "--units", "layers"]):
+        assert inspect.main([*view, "--checkpoint", str(folder), "--rows", "4", "--json", str(file)]) == 0
+        found = json.loads(file.read_text())
+        assert (found["view"], found["kind"]) == (view[0], kind)
+        assert len(found["sublayers"] if view[0] == "profile" else found["cases"]) == (4 if view[0] == "profile" else 6)
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from mhc.config import from_config_dict
 from mhc.files import read_json, read_jsonl
 from mhc.train.checkpoint import committed_steps
 from tests.small_runs import BACKGROUND, assert_equal_runs, run, tiny, write_corpus
+from tests.state_forms import state_forms
 
 ROOT = Path(__file__).parents[2]
 STEPS, DEVICES = 60, 2
@@ -125,6 +126,21 @@ def test_a_run_killed_three_times_equals_the_undisturbed_one(fields, reference, 
     assert process.returncode == 0, said
     assert "Traceback" not in said
     assert_equal_runs(folder, reference, devices=DEVICES)
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("form", state_forms())
+def test_every_form_of_state_goes_on_bit_for_bit_after_a_kill(form, fields, tmp_path):
+    """The run is killed after its first checkpoint, between two others."""
+    folder, made = tmp_path / "run", {**fields, "residual": state_forms()[form]}
+    assert run(from_config_dict(made), tmp_path / "calm", DEVICES) == 0
+    code, said = strike(start(made, folder), folder, 18, signal.SIGKILL)
+    assert code == -signal.SIGKILL, said
+    assert committed_steps(folder) and written(folder) < STEPS
+    process = start(made, folder)
+    _, said = process.communicate(timeout=START)
+    assert process.returncode == 0 and "Traceback" not in said, said
+    assert_equal_runs(folder, tmp_path / "calm", devices=DEVICES)
 
 
 @pytest.mark.process

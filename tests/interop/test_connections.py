@@ -17,16 +17,16 @@ import pytest
 from mhc import interop
 from mhc.errors import UserError
 from mhc.interop.connections import ConnectionsFolder
-from tests.interop import hyper_folders as made
+from tests.interop import hyper_folders
 from tests.interop.models import GOLDEN
 
 V4 = GOLDEN / "v4_maps"
 SUBLAYERS = ("attn", "ffn")
 
 
-def near(found: Any, wanted: np.ndarray, tolerance: float = 2e-5) -> None:
+def near(actual: Any, wanted: np.ndarray, tolerance: float = 2e-5) -> None:
     """Check a value to a tolerance, relative to the largest magnitude."""
-    np.testing.assert_allclose(np.asarray(found), wanted, rtol=0, atol=tolerance * max(1.0, np.abs(wanted).max()))
+    np.testing.assert_allclose(np.asarray(actual), wanted, rtol=0, atol=tolerance * max(1.0, np.abs(wanted).max()))
 
 
 @pytest.fixture(scope="module")
@@ -85,43 +85,45 @@ def test_other_folders_against_numpy(shape: dict[str, Any], tmp_path: Path) -> N
     sizes: dict[str, Any] = {name: shape[name] for name in ("layers", "n", "width")}
     constants: dict[str, Any] = {"iters": 3, "eps": 1e-3, "rms_eps": 0.1}
     fields: dict[str, Any] = {"hc_sinkhorn_iters": 3, "hc_eps": 1e-3, "rms_norm_eps": 0.1}
-    tensors = made.random_tensors(7, layout, **sizes, dtype=dtype)
-    folder = made.write_folder(tmp_path / "x", made.config(**sizes, **fields), tensors, shards)
+    tensors = hyper_folders.random_tensors(7, layout, **sizes, dtype=dtype)
+    folder = hyper_folders.write_folder(tmp_path / "x", hyper_folders.config(**sizes, **fields), tensors, shards)
     connections, source = interop.hyper_connections(folder), ConnectionsFolder(folder)
     assert len(connections) == len(source) == 2 * shape["layers"]
     x = np.random.default_rng(1).standard_normal((2, 3, shape["n"], shape["width"]))
-    in_layer, at_end, _ = made.LAYOUTS[layout]
+    in_layer, at_end, _ = hyper_folders.LAYOUTS[layout]
     for k, connection in enumerate(connections):
         names = [in_layer.format(k // 2, SUBLAYERS[k % 2], tensor) for tensor in ("fn", "base", "scale")]
-        weights = [made.value(tensors[name]) for name in names]
-        pre, post, res = made.maps_of(x, weights, **constants)
+        weights = [hyper_folders.value(tensors[name]) for name in names]
+        pre, post, res = hyper_folders.maps_of(x, weights, **constants)
         u, context = connection.read(jnp.asarray(x, jnp.float32))
         maps = connection.maps(context)
         assert maps is not None
-        for found, wanted in zip(maps, (pre, post, res), strict=True):
-            near(found, wanted)
+        for actual, wanted in zip(maps, (pre, post, res), strict=True):
+            near(actual, wanted)
         near(u, np.einsum("...n,...nd->...d", pre, x))
         y = np.random.default_rng(k).standard_normal((2, 3, shape["width"]))
         after = connection.write(jnp.asarray(x, jnp.float32), jnp.asarray(y, jnp.float32), context)
         near(after, res @ x + post[..., None] * y[..., None, :])
-        for found, wanted in zip(
-            source.static_maps(source.weights(k).base), made.maps_of(None, weights, **constants), strict=True
+        for actual, wanted in zip(
+            source.static_maps(source.weights(k).base), hyper_folders.maps_of(None, weights, **constants), strict=True
         ):
-            near(found, wanted)
-    head = [made.value(tensors[at_end.format(tensor)]) for tensor in ("fn", "base", "scale")]
-    near(connections[-1].collapse(jnp.asarray(x, jnp.float32)), made.collapsed(x, head, eps=1e-3, rms_eps=0.1))
+            near(actual, wanted)
+    head = [hyper_folders.value(tensors[at_end.format(tensor)]) for tensor in ("fn", "base", "scale")]
+    near(connections[-1].collapse(jnp.asarray(x, jnp.float32)), hyper_folders.collapsed(x, head, eps=1e-3, rms_eps=0.1))
 
 
 def test_layers_that_predict_further_tokens_are_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     sizes: dict[str, Any] = {"n": 2, "width": 4}
-    tensors = made.random_tensors(0, "hf", layers=3, **sizes)
-    further = made.random_tensors(1, "published", layers=2, **sizes)
+    tensors = hyper_folders.random_tensors(0, "hf", layers=3, **sizes)
+    further = hyper_folders.random_tensors(1, "published", layers=2, **sizes)
     tensors |= {name.replace("layers.", "mtp."): tensor for name, tensor in further.items() if "head" not in name}
     tensors |= {f"mtp.0.{name}": tensor for name, tensor in further.items() if "head" in name}
     tensors |= {f"model.layers.2.{name}": tensor for name, tensor in further.items() if "head" in name}
-    whole = made.write_folder(tmp_path / "a", made.config(2, **sizes), tensors, shards=2)
-    alone = made.write_folder(
-        tmp_path / "b", made.config(2, **sizes), made.random_tensors(0, "hf", layers=2, **sizes, head=False)
+    whole = hyper_folders.write_folder(tmp_path / "a", hyper_folders.config(2, **sizes), tensors, shards=2)
+    alone = hyper_folders.write_folder(
+        tmp_path / "b",
+        hyper_folders.config(2, **sizes),
+        hyper_folders.random_tensors(0, "hf", layers=2, **sizes, head=False),
     )
     with caplog.at_level(logging.WARNING):
         connections = interop.hyper_connections(whole)
@@ -137,16 +139,16 @@ def test_layers_that_predict_further_tokens_are_left_out(tmp_path: Path, caplog:
     x = jnp.asarray(np.random.default_rng(0).standard_normal((3, 2, 4)), jnp.float32)
     for left, right in zip(connections, others, strict=True):
         np.testing.assert_array_equal(left.read(x)[0], right.read(x)[0])
-    head = [made.value(tensors[f"model.hc_head.hc_{tensor}"]) for tensor in ("fn", "base", "scale")]
-    near(connections[-1].collapse(x), made.collapsed(np.asarray(x, np.float64), head))
+    head = [hyper_folders.value(tensors[f"model.hc_head.hc_{tensor}"]) for tensor in ("fn", "base", "scale")]
+    near(connections[-1].collapse(x), hyper_folders.collapsed(np.asarray(x, np.float64), head))
     near(others[-1].collapse(x), np.asarray(x).mean(axis=-2))
 
 
 def test_only_the_needed_bytes_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A shard of 400 GB, mostly a hole, is read as fast as a small one; one without such tensors is not opened."""
     sizes: dict[str, Any] = {"layers": 1, "n": 2, "width": 4}
-    tensors = made.random_tensors(0, "published", **sizes)
-    folder = made.write_folder(tmp_path / "x", made.config(**sizes), {})
+    tensors = hyper_folders.random_tensors(0, "published", **sizes)
+    folder = hyper_folders.write_folder(tmp_path / "x", hyper_folders.config(**sizes), {})
     (folder / "model.safetensors").unlink()
     large, header, at = 400 * 10**9, {}, 0
     for name, size in [("experts", large), *((name, len(tensor.raw)) for name, tensor in tensors.items())]:
@@ -160,31 +162,39 @@ def test_only_the_needed_bytes_are_read(tmp_path: Path, monkeypatch: pytest.Monk
         for tensor in tensors.values():
             file.write(tensor.raw)
     (folder / "b.safetensors").write_bytes(b"damaged")
-    made.write_index(folder, dict.fromkeys(header, "a.safetensors") | {"lm_head.weight": "b.safetensors"})
+    hyper_folders.write_index(folder, dict.fromkeys(header, "a.safetensors") | {"lm_head.weight": "b.safetensors"})
     x = np.random.default_rng(0).standard_normal((3, 2, 4))
     for k, connection in enumerate(interop.hyper_connections(folder)):
-        weights = [made.value(tensors[f"layers.0.hc_{SUBLAYERS[k]}_{tensor}"]) for tensor in ("fn", "base", "scale")]
-        near(connection.read(jnp.asarray(x, jnp.float32))[0], np.einsum("tn,tnd->td", made.maps_of(x, weights)[0], x))
+        weights = [
+            hyper_folders.value(tensors[f"layers.0.hc_{SUBLAYERS[k]}_{tensor}"]) for tensor in ("fn", "base", "scale")
+        ]
+        near(
+            connection.read(jnp.asarray(x, jnp.float32))[0],
+            np.einsum("tn,tnd->td", hyper_folders.maps_of(x, weights)[0], x),
+        )
 
 
 def test_the_index_decides_between_two_copies(tmp_path: Path) -> None:
     folder = copy(tmp_path)
     expected = ConnectionsFolder(folder).weights(0)
     names = [f"layers.0.hc_attn_{tensor}" for tensor in ("fn", "base", "scale")]
-    stale = {name: made.stored(np.zeros(array.shape)) for name, array in zip(names, expected, strict=True)}
-    made.write_file(folder / "stale.safetensors", stale | {"layers.4.hc_ffn_fn": made.stored(np.ones((24, 96)))})
+    stale = {name: hyper_folders.stored(np.zeros(array.shape)) for name, array in zip(names, expected, strict=True)}
+    hyper_folders.write_file(
+        folder / "stale.safetensors", stale | {"layers.4.hc_ffn_fn": hyper_folders.stored(np.ones((24, 96)))}
+    )
     index = json.loads((folder / INDEX).read_text())
-    made.write_index(folder, index["weight_map"] | {"layers.4.hc_ffn_fn": "stale.safetensors"})
+    hyper_folders.write_index(folder, index["weight_map"] | {"layers.4.hc_ffn_fn": "stale.safetensors"})
     source = ConnectionsFolder(folder)
-    for found, wanted in zip(source.weights(0), expected, strict=True):
-        np.testing.assert_array_equal(found, wanted)
+    for actual, wanted in zip(source.weights(0), expected, strict=True):
+        np.testing.assert_array_equal(actual, wanted)
     np.testing.assert_array_equal(source.weights(9).fn, 1.0)
 
 
 def test_a_missing_shard_without_such_tensors_is_no_matter(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     folder = copy(tmp_path)
+    (folder / "checkpoints").mkdir()  # of something else: the folder is no run
     index = json.loads((folder / INDEX).read_text())
-    made.write_index(folder, index["weight_map"] | {"head.weight": "gone.safetensors"})
+    hyper_folders.write_index(folder, index["weight_map"] | {"head.weight": "gone.safetensors"})
     assert len(ConnectionsFolder(folder)) == 10
     assert "missing shards, without a tensor that is wanted here: gone.safetensors" in caplog.text
 
@@ -224,23 +234,25 @@ def changed_config(**fields: Any) -> Callable[[Path], None]:
     return change
 
 
-def changed_tensors(change: Callable[[dict[str, made.Stored]], object], **fields: Any) -> Callable[[Path], None]:
+def changed_tensors(
+    change: Callable[[dict[str, hyper_folders.Stored]], object], **fields: Any
+) -> Callable[[Path], None]:
     """Return a change of a folder into one of 2 layers, N = 2 and D = 3, whose tensors ``change`` has changed."""
 
     def rewrite(folder: Path) -> None:
         shutil.rmtree(folder)
-        tensors = made.random_tensors(0, "published", layers=2, n=2, width=3)
+        tensors = hyper_folders.random_tensors(0, "published", layers=2, n=2, width=3)
         change(tensors)
-        made.write_folder(folder, made.config(2, 2, 3, **fields), tensors)
+        hyper_folders.write_folder(folder, hyper_folders.config(2, 2, 3, **fields), tensors)
 
     return rewrite
 
 
 def put(name: str, array: np.ndarray, dtype: str = "F32") -> Callable[[Path], None]:
-    return put_raw(name, made.stored(array, dtype))
+    return put_raw(name, hyper_folders.stored(array, dtype))
 
 
-def put_raw(name: str, tensor: made.Stored) -> Callable[[Path], None]:
+def put_raw(name: str, tensor: hyper_folders.Stored) -> Callable[[Path], None]:
     return changed_tensors(lambda tensors: tensors.update({name: tensor}))
 
 
@@ -260,7 +272,12 @@ def renamed_in_index(folder: Path) -> None:
 
 def index_without(folder: Path) -> None:
     where = json.loads((folder / INDEX).read_text())["weight_map"]
-    made.write_index(folder, where | {"layers.1.hc_ffn_fn": SECOND})
+    hyper_folders.write_index(folder, where | {"layers.1.hc_ffn_fn": SECOND})
+
+
+def as_run(folder: Path) -> None:
+    (folder / "checkpoints").mkdir()
+    (folder / INDEX).unlink()
 
 
 def cut(folder: Path) -> None:
@@ -270,7 +287,7 @@ def cut(folder: Path) -> None:
 MISTAKES: dict[str, tuple[Callable[[Path], object], str]] = {
     "no folder": (shutil.rmtree, "model: no such folder"),
     "no config": (lambda folder: (folder / "config.json").unlink(), "config.json: cannot be read: No such file"),
-    "a run": (lambda folder: (folder / "checkpoints").mkdir(), "model: a run, allowed: a folder of Hugging Face"),
+    "a run": (as_run, "model: a run, allowed: a folder of Hugging Face"),
     "missing shard": (lambda folder: (folder / SECOND).unlink(), f"missing shards: {SECOND}, which {INDEX} names"),
     "renamed shard": (renamed_in_index, "missing shards: model-00002-of-00003.safetensors, which"),
     "wrong index": (index_without, "tensors that are not in the shard it names for them: layers.1.hc_ffn_fn"),
@@ -313,11 +330,11 @@ MISTAKES: dict[str, tuple[Callable[[Path], object], str]] = {
     "no N has this shape": (without_fields("hc_mult"), "layers.0.hc_attn_base is [7], allowed: [2N+N²]"),
     "float64": (put("layers.1.hc_attn_base", np.zeros(8), "F64"), "hc_attn_base is F64, allowed: F32, F16, BF16"),
     "8 bits": (
-        put_raw("layers.0.hc_attn_fn", made.Stored("F8_E4M3", (8, 6), bytes(48))),
+        put_raw("layers.0.hc_attn_fn", hyper_folders.Stored("F8_E4M3", (8, 6), bytes(48))),
         "layers.0.hc_attn_fn is F8_E4M3, allowed: F32, F16, BF16",
     ),
     "a dtype of tomorrow": (
-        put_raw("layers.0.hc_attn_fn", made.Stored("F3_X", (8, 6), bytes(18))),
+        put_raw("layers.0.hc_attn_fn", hyper_folders.Stored("F3_X", (8, 6), bytes(18))),
         "layers.0.hc_attn_fn is F3_X, allowed: F32, F16, BF16",
     ),
     "not a number": (

@@ -362,3 +362,27 @@ def test_a_step_compiles_for_a_slice(tmp_path):
     assert {**sizes, "code": None, "peak": sizes["peak"] - sizes["code"]} == plan["per_device_bytes"]
     assert whole["collectives"] == plan["collectives"]
     assert whole["collectives"]["all-gather"]["count"] > 7 * 2
+
+
+@pytest.mark.process
+@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs libtpu: pip install -e '.[tpu]'")
+def test_attention_over_depth_holds_what_docs_topologies_counts(tmp_path: Path) -> None:
+    """Beyond plain a plan holds at most 1.15 of J (J + 1) sources and a running sum, at 24 layers in blocks of 8."""
+    environment = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "JAX_PLATFORMS")}
+    model = {"layers": 24, "width": 1024, "dtype": "bfloat16", "remat": "full"}
+    rows, length, blocks = 4, 4096, 2 * 24 // 8
+    fields = {f"model.{name}": value for name, value in model.items()} | {
+        "attention.heads": 8,
+        "data.sequence_length": length,
+        "train.batch_size": rows,
+    }
+    temporaries = {}
+    for kind, options in (("plain", {}), ("attn_res", {"residual.block": 8})):
+        report = tmp_path / f"{kind}.json"
+        given = {**fields, "residual.kind": kind, **options}
+        command = [sys.executable, "-m", "tpu.compile_ahead", "--config", "configs/default.py", "--topology"]
+        command += ["v5p:1x1x1", "--plan", "--json", str(report), *(f"--config.{k}={v}" for k, v in given.items())]
+        subprocess.run(command, cwd=Path(__file__).parents[2], env=environment, check=True, timeout=900)
+        temporaries[kind] = json.loads(report.read_text())["per_device_bytes"]["temporaries"]
+    stream = 2 * rows * length * 1024  # bytes of [T, D]
+    assert temporaries["attn_res"] - temporaries["plain"] <= 1.15 * (blocks * (blocks + 1) + 1) * stream

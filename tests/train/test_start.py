@@ -12,6 +12,7 @@ import jax
 import numpy as np
 import pytest
 
+from mhc import kinds
 from mhc.config import from_config_dict, resolve
 from mhc.errors import UserError
 from mhc.eval import replay
@@ -68,7 +69,15 @@ UPCYCLED = [
     pytest.param("mhc_lite", {"init": "equivalent", "n": 2}, marks=pytest.mark.product),
     pytest.param("identity", {"init": "equivalent"}, marks=pytest.mark.product),
     pytest.param("mhc", {"init": "equivalent", "sinkhorn": "deepseek"}, marks=pytest.mark.product),
+    pytest.param("attn_res", {"init": "equivalent", "block": 2}, marks=pytest.mark.product),
+    pytest.param("mhc", {"init": "equivalent", "collapse": None, "single_pass": True}, marks=pytest.mark.product),
+    pytest.param("plain", {"value_residual": True, "value_init": "equivalent"}, marks=pytest.mark.product),
 ]
+UPCYCLED += [  # every further kind with its default options
+    pytest.param(name, dict(kind.preserving), marks=pytest.mark.product)
+    for name, kind in kinds.known().items()
+    if kind.parameters and kind.preserving and not kind.own_norms and name not in {case.values[0] for case in UPCYCLED}
+] + [pytest.param("attn_res", {"init": "equivalent"}, marks=pytest.mark.product)]
 
 
 @pytest.mark.parametrize(("kind", "residual"), UPCYCLED)
@@ -147,6 +156,11 @@ def test_the_same_residual_is_taken_over_with_its_maps(corpus: str, plain: Path,
             "plain",
             {"model": {"width": 16}},
             r"parameters of other shapes: .*core/key \[2, 8, 2, 4\] there, \[2, 16, 2, 8\] here.* and 4 more",
+        ),
+        *(
+            (name, {}, rf"is plain: residual\.kind: given '{name}', allowed: plain, .*: it has norms of its own in the")
+            for name, kind in kinds.known().items()
+            if kind.own_norms
         ),
         ("plain", {"norm": {"embedding": True}}, r"embed_norm/scale absent there, \[8\] here"),
         ("plain", {"optimizer": {"name": "sgd"}, "train": {"init_optimizer": True}}, "optimiser's state of .*: adamw"),

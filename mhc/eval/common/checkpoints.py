@@ -47,11 +47,16 @@ def locate(checkpoint: str, step: int | None = None) -> tuple[remote.Folder, int
     return path.parent.parent, int(path.name)
 
 
-def add_arguments(parser: argparse.ArgumentParser, several: bool = False) -> None:
-    """Add --checkpoint, --step and --average; mesh.* and data.* are changed as in train.py."""
+def add_arguments(parser: argparse.ArgumentParser, several: bool = False, required: bool = True) -> None:
+    """Add --checkpoint, --step and --average; mesh.* and data.* are changed as in train.py.
+
+    Args:
+      several: --checkpoint takes several.
+      required: --checkpoint must be given.
+    """
     parser.add_argument(
         "--checkpoint",
-        required=True,
+        required=required,
         nargs="+" if several else None,
         metavar="RUN",
         help="run folder, or RUN/checkpoints/STEP" + ("; several are compared" if several else ""),

@@ -148,8 +148,8 @@ class AttentionResiduals(ResidualTopology):
     under ``end``, collapses. J = ceil(S / block).
 
     Depth is a scan over periods of whole blocks of the network. A period has one residual block if ``block`` is even,
-    and else two, so that it ends where a block of the network does. The sources are kept once a period for the backward
-    pass, and the running sum once a sublayer.
+    and else two, so that it ends where a block of the network does. For the backward pass the sources are kept once
+    under ``model.remat=full`` and else once a period, and the running sum once a layer.
 
     Args:
       width: D.
@@ -165,6 +165,7 @@ class AttentionResiduals(ResidualTopology):
     """
 
     runner = AttentionResidualRunner
+    gains_rows = True
 
     def __init__(
         self,

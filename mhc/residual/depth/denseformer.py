@@ -75,6 +75,7 @@ class DenseFormer(ResidualTopology):
 
     runner = DenseFormerRunner
     period = 1
+    gains_rows = True
 
     def __init__(
         self,
