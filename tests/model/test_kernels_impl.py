@@ -20,7 +20,8 @@ def value_and_gradients(config: Config, params: Params, batch: dict[str, Any]) -
     return jax.jit(jax.value_and_grad(lambda params: loss_parts(definition(config), params, batch).sums.nll))(params)
 
 
-@pytest.mark.parametrize("kind", ["mhc", pytest.param("hc", marks=pytest.mark.product)])
+@pytest.mark.long  # to trace and compile interpreted kernels
+@pytest.mark.parametrize("kind", ["mhc", "hc"])
 def test_a_decoder_with_kernels_for_tpu(kind: str) -> None:
     """Scanned and recomputed: the kernels' states, kept and computed again, are those of XLA's kernels."""
     given = {"model": {"layers": 2, "width": 16, "vocab_size": 32, "remat": "full"}}

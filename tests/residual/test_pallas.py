@@ -67,7 +67,7 @@ def value_and_gradients(run: Any, target: str, *arguments: Any) -> Any:
     return jax.jit(whole)(*arguments)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.product)])
 @pytest.mark.parametrize(("kind", "options", "lead", "width"), CASES, ids=str)
 def test_two_sublayers_against_float64(
     kind: str, options: dict[str, Any], lead: tuple[int, ...], width: int, dtype: str, monkeypatch: pytest.MonkeyPatch
@@ -82,7 +82,6 @@ def test_two_sublayers_against_float64(
     with jax.enable_x64(True):
         wide = jax.tree.map(lambda leaf: jnp.asarray(np.asarray(leaf, np.float64)), (params, x, w))
         expected = value_and_gradients(run, "reference", *wide)
-    assert jax.tree.structure(actual) == jax.tree.structure(expected)
     allowed = 2e-5 if dtype == "float32" else 3e-2  # y and u are rounded to bfloat16 between the kernels, as in xla
     for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(actual), jax.tree.leaves(expected), strict=True):
         assert relative_error(a, b) <= allowed, jax.tree_util.keystr(path)
