@@ -24,6 +24,8 @@ def get_config(size: str = "paper") -> ConfigDict:
     laptop = size == "laptop"
     config.model.layers, config.model.width, config.attention.heads = (3, 64, 8) if laptop else (9, 256, 8)
     config.positions.kind, config.positions.max_length = "learned", task(config.data.source).span
-    config.optimizer.lr = 4e-3 if laptop else 1e-3
-    config.train.steps, config.train.batch_size = (1500, 64) if laptop else (50_000, 256)
+    config.optimizer.lr = 2e-2 if laptop else 1e-3
+    if laptop:
+        config.optimizer.name = "muon"  # AdamW needs three times the tokens to see that context helps
+    config.train.steps, config.train.batch_size = (1200, 32) if laptop else (50_000, 256)
     return config

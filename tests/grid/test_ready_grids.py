@@ -34,8 +34,20 @@ def values(planned: Plan, field: str) -> set[object]:
 
 
 def test_all_are_here() -> None:
-    named = {"topologies", "lr", "init", "streams", "iterations", "depth", "controls", "wsd", "windtunnel", "zoo"}
-    assert set(GRIDS) == named
+    known = {
+        "topologies",
+        "lr",
+        "init",
+        "streams",
+        "iterations",
+        "depth",
+        "controls",
+        "wsd",
+        "windtunnel",
+        "zoo",
+        "belief",
+    }
+    assert set(GRIDS) == known
 
 
 @pytest.mark.parametrize("grid", GRIDS)
@@ -66,8 +78,8 @@ def test_without_a_size_it_is_the_laptop(grid: str) -> None:
 
 @pytest.mark.parametrize("grid", GRIDS)
 def test_a_laptop_grid_is_small(grid: str) -> None:
-    """It takes 30 minutes on two cores (docs/grids.md: what an arm takes); the arms of two grids are smaller."""
-    assert len(load(grid).arms) <= (60 if grid in ("windtunnel", "zoo") else 21)
+    """It takes 30 minutes on two cores (docs/grids.md: what an arm takes); the arms of three grids are smaller."""
+    assert len(load(grid).arms) <= {"windtunnel": 60, "zoo": 60, "belief": 54}.get(grid, 21)
 
 
 @pytest.mark.parametrize("size", ["laptop", "cluster"])
@@ -188,3 +200,22 @@ def test_the_second_half_of_the_zoo_refuses_a_first_half_that_is_not_done(tmp_pa
     plan.store(load("lr"), tmp_path / "lr")
     with pytest.raises(UserError, match="it holds the grid lr:laptop, allowed: the first half of zoo"):
         plan.load(f"{zoo}:seeds={tmp_path / 'lr'}", ())
+
+
+@pytest.mark.parametrize("size", ["laptop", "cluster"])
+def test_the_belief_grid_crosses_gamma_and_update_scale_on_both_tasks(size: str) -> None:
+    planned = load("belief", size)
+    configs = [planned.config(arm) for arm in planned.arms]
+    cells = {(one.data.source, one.residual.kind, one.norm, one.update, one.seed.init) for one in configs}
+    assert len(cells) == len(configs) == 54 * (1 if size == "laptop" else 3)
+    for size_of in (lambda one: one.data.source, lambda one: one.residual.kind):
+        assert len(set(map(size_of, configs))) in (2, 3)
+    assert {(one.norm.gamma_frozen, one.norm.gamma_schedule) for one in configs} == {
+        (False, None),
+        (True, None),
+        (False, 0.25),
+    }
+    assert {(one.update.scale, one.update.trained) for one in configs} == {(1.0, False), (0.5, False), (1.0, True)}
+    for one in configs:
+        tunnel = one.data.source.startswith("windtunnel:")
+        assert one.data.tokenizer == (one.data.source if tunnel else "bytes") and one.monitor.gamma

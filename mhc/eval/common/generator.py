@@ -12,6 +12,7 @@ import numpy as np
 from mhc.config import Config
 from mhc.data.tokenizers import Tokenizer
 from mhc.errors import UserError
+from mhc.eval.common.prior_check import PriorCheck
 from mhc.eval.common.prompts import place_of
 from mhc.eval.common.text_streams import Row, text_stream
 
@@ -23,7 +24,10 @@ if TYPE_CHECKING:
     from mhc.model.decoder import Decoder, Params
     from mhc.model.sampling import Sampling
 
+    Last = dict[str, jax.Array]
+
 CHUNK = 512  # tokens of a prompt that are read at once
+CHUNK_INSIDE = 64  # the same where the states of all blocks are looked at
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,6 +38,7 @@ class Completion:
     text: str  # without the stop string
     tokens: tuple[int, ...]  # new ones, without the stop token
     reason: str  # why it ends: length, token (a stop token), stop (a stop string)
+    trace: tuple[dict[str, Any], ...] | None = None  # of each token that was drawn, the stop token too; see `Generator`
 
 
 def padded(size: int, *, least: int = 16) -> int:
@@ -70,6 +75,8 @@ class Generator:
         batch_size: int = 8,
         chunk: int = CHUNK,
         mesh: Mesh | None = None,
+        trace: bool = False,
+        check: PriorCheck | None = None,
     ) -> None:
         """Prepare the programs; each is compiled when it is first needed.
 
@@ -78,61 +85,110 @@ class Generator:
           batch_size: prompts at once.
           chunk: tokens of a prompt that are read at once.
           mesh: that of the parameters, None where they lie on none; its data axes share the rows of a batch.
+          trace: completions have for each token that was drawn its values (`mhc.eval.common.signals.values`), what
+            decided how it was drawn (``drawn``: below, between or above the thresholds) and what the check did
+            (``check``: filtered, empty, or None).
+          check: filters candidates where the state before the last norm is small. Each token then waits for the host.
 
         Raises:
-          UserError: the tokeniser has more ids than the model.
+          UserError: the tokeniser has more ids than the model, or the model lacks the block of the logit lens.
         """
         import jax
 
         from mhc import sharding
+        from mhc.eval.common import signals
         from mhc.eval.common.program import compiled
         from mhc.model.decoder import DecoderDefinition
-        from mhc.model.sampling import sample, token_keys
+        from mhc.model.sampling import choose, draw, token_keys
 
         if tokenizer.vocab_size > config.vocab_size:
             raise UserError(
                 f"data.tokenizer: given {config.data.tokenizer} of {tokenizer.vocab_size} tokens, allowed: at most the "
                 f"model's {config.vocab_size}"
             )
+        block, layers = sampling.lens_block, config.model.layers
+        if block is not None and not 0 <= block < layers:
+            raise UserError(f"--lens_block: given {block}, allowed: 0 to {layers - 1}, the model's blocks")
         self.config, self.tokenizer, self.batch_size = config, tokenizer, batch_size
-        self._params = params
+        self._params, self._trace, self._check = params, trace, check
+        self.checks = {"filtered": 0, "empty": 0}  # tokens that the check was asked about, by what it did
+        looks = sampling.looks_inside or trace or check is not None
+        chunk = min(chunk, CHUNK_INSIDE) if looks else chunk
         # A prefix that is seen both ways must come in one piece.
         self._chunk = max(chunk, power_of_two(config.attention.prefix or 1))
         definition = DecoderDefinition(config)
         vocabulary = tokenizer.vocab_size
         self._mesh = mesh
 
-        def empty(rows: int, room: int) -> tuple[DecoderCache, jax.Array]:
-            """Return (cache, hidden state [B, D]) of rows that have no token yet."""
+        kept = ("h", *signals.INSIDE) if looks else ("h",)
+
+        def empty(rows: int, room: int) -> tuple[DecoderCache, Last]:
+            """Return (cache, what is kept of each row's last token, [B, D] each) of rows that have no token yet."""
             cache = definition.bind(definition.abstract()).empty_cache(rows, room)
-            return by_rows(cache), jax.numpy.zeros((rows, config.model.width), config.model.dtype)
+            shape, dtype = (rows, config.model.width), config.model.dtype
+            return by_rows(cache), {name: jax.numpy.zeros(shape, dtype) for name in kept}
 
         def by_rows(tree: Any) -> Any:
             return tree if mesh is None else _over_rows(tree, mesh)
 
+        def extended(
+            decoder: Decoder, tokens: jax.Array, cache: DecoderCache, valid: jax.Array | None
+        ) -> tuple[Last, DecoderCache]:
+            """Return (what is kept of the tokens, [B, T, D] each; cache with them)."""
+            if not looks:
+                hidden, cache = decoder.extend_hidden(tokens, cache, valid)
+                return {"h": hidden}, cache
+            hidden, cache, observed = decoder.extend_observed(tokens, cache, valid, signals.observe)
+            every = signals.inside(observed, sampling.lens_block)
+            return {"h": hidden, **{name: leaf.astype(hidden.dtype) for name, leaf in every.items()}}, cache
+
         def prefill(
-            decoder: Decoder, cache: DecoderCache, h: jax.Array, tokens: jax.Array, valid: jax.Array
-        ) -> tuple[DecoderCache, jax.Array]:
-            """Return (cache, hidden state [B, D] of each row's last token so far)."""
-            hidden, cache = decoder.extend_hidden(tokens, cache, valid)
+            decoder: Decoder, cache: DecoderCache, before: Last, tokens: jax.Array, valid: jax.Array
+        ) -> tuple[DecoderCache, Last]:
+            """Return (cache, what is kept of each row's last token so far)."""
+            new, cache = extended(decoder, tokens, cache, valid)
             last = jax.numpy.max(jax.numpy.where(valid, jax.numpy.arange(valid.shape[1]), -1), axis=1)[:, None]
-            picked = jax.numpy.take_along_axis(hidden, jax.numpy.maximum(last, 0)[:, :, None], axis=1)[:, 0]
-            return by_rows(cache), by_rows(jax.numpy.where(last >= 0, picked, h))
+            out = {}
+            for name, leaf in new.items():
+                picked = jax.numpy.take_along_axis(leaf, jax.numpy.maximum(last, 0)[:, :, None], axis=1)[:, 0]
+                out[name] = by_rows(jax.numpy.where(last >= 0, picked, before[name]))
+            return by_rows(cache), out
+
+        def look(decoder: Decoder, last: Last) -> tuple[jax.Array, Last]:
+            """Return (logits to draw from [B, V], values by name [B])."""
+            logits = by_rows(decoder.logits(last["h"][:, None])[:, 0, :vocabulary])
+            if not looks:
+                return choose(logits, sampling)[0], {}
+            values = signals.values(decoder, last, logits, lens=sampling.lens_block is not None)
+            chosen, decided = choose(logits, sampling, None if sampling.guide == "output" else values[sampling.guide])
+            return chosen, {**values, "decided": decided}
 
         def step(
-            decoder: Decoder, cache: DecoderCache, h: jax.Array, keys: jax.Array
-        ) -> tuple[DecoderCache, jax.Array, jax.Array]:
-            """Return (cache, hidden state of the new token, the new token [B])."""
-            logits = by_rows(decoder.logits(h[:, None])[:, 0, :vocabulary])
-            tokens = by_rows(sample(logits, token_keys(keys, cache.lengths), sampling))
-            hidden, cache = decoder.extend_hidden(tokens[:, None], cache)
-            return by_rows(cache), by_rows(hidden[:, 0]), tokens
+            decoder: Decoder, cache: DecoderCache, last: Last, keys: jax.Array
+        ) -> tuple[DecoderCache, Last, tuple[jax.Array, Last]]:
+            """Return (cache, what is kept of the new token, (the new token [B], values before it))."""
+            chosen, values = look(decoder, last)
+            return joined(decoder, cache, chosen, keys, values)
+
+        def joined(
+            decoder: Decoder, cache: DecoderCache, chosen: jax.Array, keys: jax.Array, values: Last
+        ) -> tuple[DecoderCache, Last, tuple[jax.Array, Last]]:
+            tokens = by_rows(draw(chosen, token_keys(keys, cache.lengths)))
+            new, cache = extended(decoder, tokens[:, None], cache, None)
+            return by_rows(cache), {name: by_rows(leaf[:, 0]) for name, leaf in new.items()}, (tokens, values)
+
+        def drawn(
+            decoder: Decoder, cache: DecoderCache, chosen: jax.Array, keys: jax.Array
+        ) -> tuple[DecoderCache, Last, tuple[jax.Array, Last]]:
+            return joined(decoder, cache, chosen, keys, {})
 
         # Where devices are threads of one CPU, few programs may wait for one another.
         self._wait = mesh is not None and sharding.threads_of_one_cpu(mesh)
         self._empty = sharding.jit(empty, mesh, static_argnums=(0, 1))
         self._prefill = compiled(config, mesh, prefill, donate=(0, 1))
         self._step = compiled(config, mesh, step, donate=(0, 1))
+        self._look = compiled(config, mesh, look)  # with `_drawn` a step in two, for the check between them
+        self._drawn = compiled(config, mesh, drawn, donate=(0,))
 
     def encode(self, prompts: Sequence[str], new: int) -> list[list[int]]:
         """Return bos and the tokens of each prompt.
@@ -182,7 +238,9 @@ class Generator:
         """
         ids = self.encode(prompts, max_new_tokens)
         return [
-            Completion(prompt, row.text, tuple(row.tokens), row.reason or "length")
+            Completion(
+                prompt, row.text, tuple(row.tokens), row.reason or "length", tuple(row.trace) if self._trace else None
+            )
             for prompt, row in zip(
                 prompts,
                 self.extend(
@@ -211,10 +269,25 @@ class Generator:
         total = 0
         for first in range(0, len(order), self.batch_size):
             batch = order[first : first + self.batch_size]
-            for tokens in self._tokens([ids[k] for k in batch], [seeds[k] for k in batch], max_new_tokens):
-                for index, token in zip(batch, tokens.tolist(), strict=False):
+
+            def checked(number: int, chosen: np.ndarray, batch: Sequence[int] = batch) -> tuple[np.ndarray, str | None]:
+                """Return the logits of a row of the batch after the check, and what it did."""
+                row, check = rows[batch[number]] if number < len(batch) else None, self._check
+                if row is None or row.reason is not None or check is None:
+                    return chosen, None
+                text = self.tokenizer.decode([*ids[batch[number]], *row.tokens])
+                kept, did = check.filtered(chosen, text, self.tokenizer, ends)
+                self.checks[did] += 1
+                return kept, did
+
+            for tokens, values in self._tokens(
+                [ids[k] for k in batch], [seeds[k] for k in batch], max_new_tokens, checked
+            ):
+                for number, (index, token) in enumerate(zip(batch, tokens.tolist(), strict=False)):
                     if rows[index].reason is None:
                         total += 1
+                        if self._trace:
+                            rows[index].trace.append({"token": token, **_traced(values, number)})
                         new = rows[index].push(token)
                         if new:
                             tell(index, new)
@@ -230,8 +303,17 @@ class Generator:
 
         return tuple(put_batch(dict(enumerate(arrays)), self._mesh).values())  # type: ignore[arg-type]
 
-    def _tokens(self, ids: Sequence[Sequence[int]], seeds: Sequence[int], new: int) -> Iterator[np.ndarray]:
-        """Yield the next tokens [B] of a batch of prompts, up to ``new`` times; B may be padded."""
+    def _tokens(
+        self,
+        ids: Sequence[Sequence[int]],
+        seeds: Sequence[int],
+        new: int,
+        checked: Callable[[int, np.ndarray], tuple[np.ndarray, str | None]],
+    ) -> Iterator[tuple[np.ndarray, dict[str, Any]]]:
+        """Yield the next tokens [B] of a batch of prompts and their values, up to ``new`` times; B may be padded.
+
+        Where there is a check, ``checked`` gets the number of a row under its threshold and the logits to draw from.
+        """
         import jax
 
         from mhc.eval.common.program import multiple
@@ -242,7 +324,7 @@ class Generator:
         room = padded(longest + new)
         if self.config.positions.kind == "learned":
             room = min(room, self.config.max_length)
-        cache, h = self._empty(count, room)
+        cache, last = self._empty(count, room)
         # Where every call computes the whole row again, one call is enough.
         widths = chunks(longest, self._chunk if cache.tokens is None else power_of_two(longest))
         tokens = np.zeros((count, sum(widths)), np.int32)
@@ -252,21 +334,38 @@ class Generator:
         start = 0
         for width in widths:
             columns = slice(start, start + width)
-            cache, h = self._prefill(self._params, cache, h, *self._placed(tokens[:, columns], valid[:, columns]))
+            cache, last = self._prefill(self._params, cache, last, *self._placed(tokens[:, columns], valid[:, columns]))
             start += width
             if self._wait:
-                jax.block_until_ready(h)
+                jax.block_until_ready(last)
 
         filling = count - len(ids)
         keys = jax.numpy.stack(list(map(_row_key, [*seeds, *[0] * filling], [*ids, *[[]] * filling])))
-        waiting: jax.Array | None = None
+        if self._check is not None:
+            for _ in range(new):
+                chosen, seen = self._look(self._params, last)
+                logits, values = np.array(chosen), {name: np.asarray(leaf) for name, leaf in seen.items()}
+                did: list[str | None] = [None] * count
+                for row in np.flatnonzero(values["norm"][: len(ids)] < self._check.norm).tolist():
+                    logits[row], did[row] = checked(row, logits[row])
+                cache, last, (token, _) = self._drawn(self._params, cache, *self._placed(logits), keys)
+                yield np.asarray(token), {**values, "check": did}
+            return
+        waiting: Any = None
         for _ in range(new):  # one step ahead of what is read, so that the device never waits
-            cache, h, token = self._step(self._params, cache, h, keys)
+            cache, last, result = self._step(self._params, cache, last, keys)
             if waiting is not None:
-                yield np.asarray(waiting)
-            waiting = token
+                yield np.asarray(waiting[0]), jax.tree.map(np.asarray, waiting[1])
+            waiting = result
         if waiting is not None:
-            yield np.asarray(waiting)
+            yield np.asarray(waiting[0]), jax.tree.map(np.asarray, waiting[1])
+
+
+def _traced(values: dict[str, Any], row: int) -> dict[str, Any]:
+    """Return the values of one row, as completions have them."""
+    numbers = {name: float(leaf[row]) for name, leaf in values.items() if name not in ("decided", "check")}
+    drawn = ("below", "between", "above")[int(values["decided"][row]) + 1]
+    return {**numbers, "drawn": drawn, "check": values["check"][row] if "check" in values else None}
 
 
 def _over_rows(tree: Any, mesh: Mesh) -> Any:

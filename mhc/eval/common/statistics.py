@@ -134,3 +134,37 @@ def t_interval(values: Sequence[float] | np.ndarray) -> tuple[float, float]:
     middle, error = float(np.mean(values)), float(np.std(values, ddof=1) / math.sqrt(len(values)))
     reach = float(stats.t.ppf((1.0 + LEVEL) / 2.0, len(values) - 1)) * error
     return middle - reach, middle + reach
+
+
+def auc(scores: np.ndarray, positive: np.ndarray, baseline: np.ndarray | None = None) -> Estimate:
+    """Estimate the area under the ROC curve of scores, with an interval over samples, or what it adds to a baseline's.
+
+    It is the probability that a positive place has a higher score than a negative one, equal scores counted half.
+
+    Args:
+      scores: [samples, places].
+      positive: [samples, places] bool; both values occur.
+      baseline: other scores of the same places, whose area is taken away, draw by draw.
+    """
+    parts = [_by_rank(values, positive) for values in (scores, baseline) if values is not None]
+
+    def statistic(total: Total) -> np.ndarray:
+        areas = []
+        for of_positive, of_negative in parts:
+            hits, misses = total(of_positive), total(of_negative)
+            below = np.cumsum(misses, axis=1) - misses / 2
+            areas.append((hits * below).sum(axis=1) / np.maximum(hits.sum(axis=1) * misses.sum(axis=1), 1e-30))
+        return np.asarray(areas[0] if len(areas) == 1 else areas[0] - areas[1])
+
+    return bootstrap(statistic, len(scores))
+
+
+def _by_rank(scores: np.ndarray, positive: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return how many positive and how many negative places of each sample have each score, ascending [samples, G]."""
+    _, group = np.unique(scores, return_inverse=True)
+    group = group.reshape(scores.shape)
+    counts = np.zeros((2, len(scores), int(group.max()) + 1))
+    rows = np.arange(len(scores))[:, None]
+    for number, there in enumerate((positive, ~positive)):
+        np.add.at(counts[number], (np.broadcast_to(rows, group.shape)[there], group[there]), 1.0)
+    return counts[0], counts[1]

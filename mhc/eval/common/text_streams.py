@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from mhc.data.tokenizers import Tokenizer
 
@@ -120,6 +120,7 @@ class Row:
         self._stream, self._strings = stream, StopStrings(stops)
         self._stop_tokens, self._limit = stop_tokens, limit
         self.tokens: list[int] = []
+        self.trace: list[dict[str, Any]] = []  # what was seen before each token that was drawn, where it is asked for
         self.text = ""
         self.reason: str | None = None  # None: not at its end
 

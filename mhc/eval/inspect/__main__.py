@@ -1,14 +1,15 @@
-"""Look inside a checkpoint: profiles, ablations, activation patching, attention patterns.
+"""Look inside a checkpoint: profiles, ablations, activation patching, attention, maps of prior and likelihood.
 
     python -m eval.inspect profile --checkpoint runs/a --out report
     python -m eval.inspect ablate --checkpoint runs/a --how mean --rows 256 --json result.json
     python -m eval.inspect ablate --checkpoint runs/a --heads 3.1 5.0          # together, against random pairs
     python -m eval.inspect patch --checkpoint runs/a --clean "Paris is in" --corrupted "Tokyo is in" --answer " France"
     python -m eval.inspect attention --checkpoint runs/a --prompt "def main():" --layers 0 3 --out report
+    python -m eval.inspect belief --checkpoint runs/a --prompt "def main():" --out report
 
-profile and ablate read validation rows; their intervals (95 %) are percentiles over rows drawn with replacement. patch
-and attention read prompts, which open with the tokeniser's bos. Layers and heads are counted from 0; 3.1 is head 1 of
-layer 3. Only activations of the pass are edited; the checkpoint is only read.
+profile and ablate read validation rows; their intervals (95 %) are percentiles over rows drawn with replacement. The
+others read prompts, which open with the tokeniser's bos. Layers and heads are counted from 0; 3.1 is head 1 of layer 3.
+Only activations of the pass are edited; the checkpoint is only read.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from mhc.eval.common import checkpoints
 from mhc.eval.inspect.prompts import ids_of, tokenizer_of
 
 MOST_PATTERNS, MOST_TOKENS = 64, 256  # more cannot be seen in pictures
-VIEWS = ("profile", "ablate", "patch", "attention")  # each a module of mhc.eval.inspect.views
+VIEWS = ("profile", "ablate", "patch", "attention", "belief")  # each a module of mhc.eval.inspect.views
 # Options of single views, and what they are where they are not given.
 _DEFAULTS: dict[str, tuple[tuple[str, ...], Any]] = {
     "split": (("profile", "ablate"), "validation"),
@@ -46,15 +47,17 @@ _DEFAULTS: dict[str, tuple[tuple[str, ...], Any]] = {
     "answer": (("patch",), None),
     "other": (("patch",), None),
     "activation": (("patch",), "state"),
-    "prompt": (("attention",), None),
-    "layers": (("attention",), None),
+    "prompt": (("attention", "belief"), None),
+    "layers": (("attention", "belief"), None),
+    "weak": (("belief",), 0.25),
+    "sure": (("belief",), 0.75),
 }
 _LEAST = {"rows": 0, "batch_size": 1, "draws": 0, "seed": 0, "reference": 0, "top": 1}
 
 
 def _parser() -> cli.Parser:
     parser = cli.Parser(
-        description="Profiles, ablations, activation patching, attention patterns.",
+        description="Profiles, ablations, activation patching, attention patterns, maps of prior and likelihood.",
         example="{prog} profile --checkpoint runs/a --out report",
         fields=checkpoints.FIELDS,
     )
@@ -83,9 +86,11 @@ def _parser() -> cli.Parser:
     pair.add_argument(
         "--activation", choices=("state", "attention", "feed-forward", "head"), help="what is taken (state)"
     )
-    text = parser.add_argument_group("attention")
+    text = parser.add_argument_group("attention, belief")
     text.add_argument("--prompt", metavar="TEXT", help="text to be read")
-    text.add_argument("--layers", nargs="+", type=int, help="whose heads are drawn (first, middle, last)")
+    text.add_argument("--layers", nargs="+", type=int, help="whose heads are drawn (first, middle, last); belief: all")
+    text.add_argument("--weak", type=float, metavar="Q", help="belief: quantile up to which a prior is weak (0.25)")
+    text.add_argument("--sure", type=float, metavar="Q", help="belief: quantile from which a likelihood is sure (0.75)")
     return parser
 
 
@@ -102,7 +107,7 @@ def _checked(options: Any) -> None:
     for name, least in _LEAST.items():
         if getattr(options, name) < least:
             raise UserError(f"--{name}: given {getattr(options, name)}, allowed: {least} or more")
-    needed = {"patch": ("clean", "corrupted"), "attention": ("prompt",)}.get(options.view, ())
+    needed = {"patch": ("clean", "corrupted"), "attention": ("prompt",), "belief": ("prompt",)}.get(options.view, ())
     for name in needed:
         if getattr(options, name) is None:
             raise UserError(f"{options.view}: --{name} TEXT is needed")
@@ -111,6 +116,9 @@ def _checked(options: Any) -> None:
             raise UserError(f"--{name}: given {getattr(options, name)}, allowed with --how {how}")
     if options.view == "ablate" and {"heads", "units"} <= given:
         raise UserError("--units and --heads: one of the two, --heads is a set that is ablated together")
+    for name in ("weak", "sure"):
+        if not 0 <= getattr(options, name) <= 1:
+            raise UserError(f"--{name}: given {getattr(options, name)}, allowed: from 0 to 1")
     if not math.isfinite(options.factor):
         raise UserError(f"--factor: given {options.factor}, allowed: a finite number")
     heads = []
@@ -130,10 +138,14 @@ def _checked_with(config: Config, options: Any) -> None:
     for layer, head in options.heads:
         if layer >= layers or head >= heads:
             raise UserError(f"--heads: given {layer}.{head}, allowed: layers 0 to {layers - 1}, heads 0 to {heads - 1}")
+    for layer in options.layers or []:
+        if not 0 <= layer < layers:
+            raise UserError(f"--layers: given {layer}, allowed: 0 to {layers - 1}")
+    if options.view == "belief":
+        if config.attention.kind == "tokenwise":
+            raise UserError("belief: attention.kind=tokenwise has no keys, allowed: a model with attention")
+        options.layers = list(range(layers)) if options.layers is None else list(dict.fromkeys(options.layers))
     if options.view == "attention":
-        for layer in options.layers or []:
-            if not 0 <= layer < layers:
-                raise UserError(f"--layers: given {layer}, allowed: 0 to {layers - 1}")
         if options.layers is not None or not options.heads:
             chosen = options.layers if options.layers is not None else [0, layers // 2, layers - 1]
             options.heads += [(layer, head) for layer in chosen for head in range(heads)]
@@ -149,6 +161,8 @@ def _checked_with(config: Config, options: Any) -> None:
             raise UserError(
                 f"--{name}: {len(tokens)} tokens, allowed: {config.max_length}, the model's learned positions"
             )
+        if name == "prompt" and options.view == "belief" and len(tokens) < 3:
+            raise UserError(f"--prompt: {len(tokens)} tokens (bos included), allowed: 3 or more, to be compared")
         if name == "prompt" and len(tokens) > MOST_TOKENS:
             raise UserError(f"--prompt: {len(tokens)} tokens, allowed: {MOST_TOKENS}; more cannot be seen in a picture")
     if options.view == "patch":

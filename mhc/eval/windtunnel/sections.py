@@ -84,6 +84,7 @@ SECTIONS: tuple[Section, ...] = (
     Section("scales", "Two time scales", "scales"),
     Section("ablation", "Without a head or a sublayer", "ablation"),
     Section("gradients", "Gradient dynamics of attention", "gradients"),
+    Section("signals", "Signals of doubt", "signals"),
 )
 
 
