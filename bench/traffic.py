@@ -49,6 +49,7 @@ class Sizes:
     dtype: str = "bfloat16"
     remat: str = "full"
     attention: str = "flash"
+    kernels: str = "auto"
 
     def config(self, kind: str, blocks: int, *, scan: bool) -> Config:
         """Return the config of a training step."""
@@ -66,6 +67,7 @@ class Sizes:
             "residual": {"kind": kind},
             "data": {"sequence_length": self.length},
             "train": {"batch_size": self.batch},
+            "kernels": {"impl": self.kernels},
             "monitor": {"probe_every": 0},
         }
         return configs.resolve(configs.from_config_dict(groups), vocabulary)
@@ -165,6 +167,9 @@ def main(arguments_: Sequence[str]) -> int:
     parser.add_argument("--kinds", default="plain,hc,mhc", metavar="KIND,…", help="the first is the base")
     parser.add_argument("--plan", action="store_true", help="count in XLA's plan, and by part: minutes faster a step")
     parser.add_argument("--topology", default="v5e:1x1", metavar="CHIP:SHAPE", help="slice (default v5e:1x1)")
+    parser.add_argument(
+        "--kernels", default="auto", choices=("auto", "xla", "pallas_tpu"), help="kernels.impl (default auto)"
+    )
     parser.add_argument("--blocks", default="2,4", metavar="FEW,MANY", help="unrolled blocks (default 2,4)")
     parser.add_argument("--scanned", type=int, default=sizes.scanned, help="blocks that are scanned; 0: none")
     for name in ("width", "heads", "length", "batch", "vocabulary", "scanned_vocabulary"):
@@ -178,7 +183,9 @@ def main(arguments_: Sequence[str]) -> int:
     arguments.at_least(options.scanned, "--scanned", 0)
     names = ("width", "heads", "length", "batch", "vocabulary", "scanned_vocabulary")
     given: dict[str, Any] = {name: arguments.at_least(getattr(options, name), f"--{name}") for name in names}
-    sizes = dataclasses.replace(sizes, **given, blocks=(blocks[0], blocks[1]), scanned=options.scanned)
+    sizes = dataclasses.replace(
+        sizes, **given, blocks=(blocks[0], blocks[1]), scanned=options.scanned, kernels=options.kernels
+    )
     arguments.check_json(options.json)
     kinds = arguments.kind_names(options.kinds, "--kinds")
     figures = measure(kinds, sizes, parse_slice(options.topology), plan=options.plan)

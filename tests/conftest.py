@@ -120,9 +120,9 @@ def pytest_collection_finish() -> None:
 REASONS = ("product", "process", "long", "scripts")  # why `make test` leaves a test out; pyproject.toml explains them
 
 
-# Kinds with a like that `make test` holds to what every kind is held to: shc stands for the other relatives of mhc,
-# attn_res for the other kinds over depth. Their golden values and their configs are fast for each of them.
-LIKES = frozenset({"go_mhc", "tbp_mhc", "iso", "circulant", "denseformer", "laurel"})
+# Kinds with a like that `make test` holds to what every kind is held to: mhc and shc stand for the other relatives of
+# mhc, attn_res for the other kinds over depth. Their golden values and their configs are fast for each of them.
+LIKES = frozenset({"mhc_lite", "kromhc", "go_mhc", "tbp_mhc", "iso", "ortho", "circulant", "denseformer", "laurel"})
 ROOMS = frozenset({"contracts", "residual", "model", "interop", "eval"})  # whose tests compile for each kind
 
 

@@ -6,7 +6,6 @@ import functools
 from typing import TYPE_CHECKING, Any
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 
 from mhc import kinds, residual
@@ -31,10 +30,14 @@ def state_forms() -> dict[str, dict[str, Any]]:
     """
     chosen: dict[Any, str] = {}
     for name, kind in kinds.known().items():
-        if kind.builder:  # a kind of this project, and not of a test
-            topology = residual.build(name, 8, sublayers=4, rngs=nnx.Rngs(0))
-            state = jax.eval_shape(topology.expand, jnp.zeros((2, 3, 8)))
-            chosen.setdefault((jax.tree.structure(state), *(leaf.ndim for leaf in jax.tree.leaves(state))), name)
+        if not kind.builder:
+            continue  # a test's, and not this project's
+
+        def begin(h: jax.Array, name: str = name) -> object:
+            return residual.build(name, 8, sublayers=4, rngs=nnx.Rngs(0)).expand(h)
+
+        state = jax.eval_shape(begin, jax.ShapeDtypeStruct((2, 3, 8), "float32"))
+        chosen.setdefault((jax.tree.structure(state), *(leaf.ndim for leaf in jax.tree.leaves(state))), name)
     return {name: {"kind": name} for name in chosen.values()} | _OPTIONS
 
 

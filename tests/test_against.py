@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from tools import against
-from tools.against import COMMIT, Children, Failed, costlier, cut, differing, numbers
+from tools.against import COMMIT, Children, Failed, costlier, cut, differing, numbers, without_added
 
 ROOT = Path(__file__).parents[1]
 
@@ -49,6 +49,15 @@ def test_each_bit_of_an_array_counts(name: str) -> None:
         other["checkpoint"][name].reshape(-1).view(np.uint8)[bit // 8] ^= 1 << bit % 8
         found = differing(tree(), other)
         assert len(found) == 1 and found[0].startswith(f"checkpoint.{name}: 1 of ")
+
+
+def test_a_measure_that_probes_add_is_no_difference_and_one_that_they_lack_is() -> None:
+    """So is a field that anything but a probe adds."""
+    fewer, more = {"step": 10, "gain": 1.0}, {"step": 10, "gain": 1.0, "norm": 2.0}
+    assert without_added(differing({"probes": [fewer]}, {"probes": [more]})) == ([], {"norm"})
+    for one, other in (({"probes": [more]}, {"probes": [fewer]}), ({"metrics": [fewer]}, {"metrics": [more]})):
+        lines, added = without_added(differing(one, other))
+        assert len(lines) == 1 and not added
 
 
 def test_the_sign_of_zero_and_the_type_of_a_number_count() -> None:

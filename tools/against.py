@@ -25,6 +25,7 @@ import logging
 import math
 import os
 import random
+import re
 import shutil
 import signal
 import struct
@@ -117,6 +118,15 @@ def differing(one: Any, other: Any, where: str = "") -> list[str]:
         first = int(np.flatnonzero(unequal)[0])
         return [f"{where}: {unequal.sum()} of {a.size} entries, first {a[first]!r} and {b[first]!r}"]
     return [] if _bits(one) == _bits(other) else [f"{where}: {one!r} and {other!r}"]
+
+
+def without_added(lines: list[str]) -> tuple[list[str], set[str]]:
+    """Return (the differences without measures that the second code's probes add, the names of those).
+
+    A probe that measures more computes what it did. A measure that the second lacks is a difference.
+    """
+    found = {line: re.fullmatch(r"probes\[\d+\]\.(.+): only in the second", line) for line in lines}
+    return [line for line in lines if not found[line]], {match[1] for match in found.values() if match}
 
 
 def _bits(value: Any) -> Any:
@@ -362,7 +372,9 @@ def compare(kind: str, fields: Mapping[str, Any], sides: tuple[Side, Side], fold
 
     def tell(part: str, lines: list[str], extent: str) -> None:
         lines = [line for line in lines if not line.startswith(purposely)]
+        lines, added = without_added(lines)
         differences[part] = lines
+        extent += f"; {len(added)} measures are new" if added else ""
         results[part] = f"equal ({extent})" if not lines else f"{len(lines)} DIFFER ({extent})"
 
     if parts & {"bits", "resume"}:

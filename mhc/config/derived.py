@@ -14,6 +14,7 @@ from mhc.config.fields import (
     GuardConfig,
     HeadConfig,
     InitConfig,
+    KernelsConfig,
     MeshConfig,
     MlpConfig,
     ModelConfig,
@@ -57,6 +58,7 @@ class Groups:
     monitor: MonitorConfig = dataclasses.field(default_factory=MonitorConfig)
     guard: GuardConfig = dataclasses.field(default_factory=GuardConfig)
     watchdog: WatchdogConfig = dataclasses.field(default_factory=WatchdogConfig)
+    kernels: KernelsConfig = dataclasses.field(default_factory=KernelsConfig)
     mesh: MeshConfig = dataclasses.field(default_factory=MeshConfig)
     distributed: DistributedConfig = dataclasses.field(default_factory=DistributedConfig)
     seed: SeedConfig = dataclasses.field(default_factory=SeedConfig)

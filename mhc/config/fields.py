@@ -406,6 +406,18 @@ class WatchdogConfig(Group, group="watchdog"):
 
 
 @dataclasses.dataclass(frozen=True)
+class KernelsConfig(Group, group="kernels"):
+    """Sets how the passes over residual streams are computed."""
+
+    impl: str = setting(
+        "auto",
+        "implementation; auto: xla; xla: as XLA fuses them; pallas_tpu: kernels for one TPU, which compile and were "
+        "never run on one",
+        choices=("auto", "xla", "pallas_tpu"),
+    )
+
+
+@dataclasses.dataclass(frozen=True)
 class MeshConfig(Group, group="mesh"):
     """Sets the number of devices along each axis; the batch is split over data, fsdp and expert."""
 

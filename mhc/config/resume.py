@@ -12,7 +12,7 @@ from mhc.config.names import field_names, value_of
 from mhc.errors import UserError
 
 # Fields that affect how a run executes but not its result; a name that ends in a dot is a whole group.
-MACHINE = ("watchdog.", "mesh.", "distributed.", "data.prefetch", "data.workers", "data.cache_dir")
+MACHINE = ("watchdog.", "kernels.", "mesh.", "distributed.", "data.prefetch", "data.workers", "data.cache_dir")
 # Fields that may differ between a stored run and the command that resumes it, in the same form.
 RESUMABLE = (
     "residual.module",

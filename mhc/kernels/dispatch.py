@@ -16,8 +16,13 @@ import jax
 
 from mhc.errors import did_you_mean
 from mhc.kernels.checks import check_float
+from mhc.kernels.form import Form
 
-TARGETS = {"xla": "mhc.kernels.xla", "reference": "mhc.residual.reference"}
+TARGETS = {
+    "xla": "mhc.kernels.xla",
+    "reference": "mhc.residual.reference",
+    "pallas_tpu": "mhc.kernels.pallas_tpu",
+}
 """Implementations by name: the module with a function for each kernel. A kernel that it lacks is that of ``xla``."""
 
 # Part of the key of jax's caches: a function that is compiled already is traced again under another choice.
@@ -33,7 +38,9 @@ def target(name: str) -> Iterator[None]:
 
     ``xla``, the default, has hand-written backward passes: fast, and differentiable in reverse mode and then once more
     in either mode (``jax.grad``, ``jax.hessian``). ``reference`` runs ``mhc.residual.functional``: slower, and
-    differentiable in every mode any number of times (``jax.jvp``, ``jax.linearize``, ``jax.jacfwd``).
+    differentiable in every mode any number of times (``jax.jvp``, ``jax.linearize``, ``jax.jacfwd``). ``pallas_tpu``
+    has kernels for TPU that pass over the streams fewer times (``enter``, ``follow``), for one device and reverse mode.
+    They compile for TPUs and were never run on one; elsewhere they are interpreted, slowly.
 
     Raises:
       ValueError: no implementation has this name.
@@ -51,6 +58,51 @@ def current_target() -> str:
     return name
 
 
+def fuses() -> bool:
+    """Return whether the implementation that is chosen here has ``enter`` and ``follow``."""
+    return hasattr(importlib.import_module(TARGETS[current_target()]), "follow")
+
+
+def enter(
+    form: Form, x: jax.Array, phi: jax.Array, gain: jax.Array, bias: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Project and read streams in one pass; return (x as it is, raw, u). Only where ``fuses``.
+
+    x [..., N, D], phi [N, D, C], gain and bias [C] float32 -> x, raw [C, ...] float32, u [..., D] in the dtype of x.
+    raw is m phi with m the normalised streams, u = sum_j pre[j] x_j, and pre what ``form`` makes of raw. Give the x
+    that is returned to the write: its gradient joins those of raw and u in one pass.
+
+    Raises:
+      TypeError: x is not of floating point.
+    """
+    check_float("x", x)
+    result: tuple[jax.Array, jax.Array, jax.Array] = _run("enter", form, x, phi, gain, bias)
+    return result
+
+
+def follow(
+    form: Form,
+    x: jax.Array,
+    y: jax.Array,
+    post: jax.Array,
+    res: jax.Array,
+    phi: jax.Array,
+    gain: jax.Array,
+    bias: jax.Array,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Return (x', raw, u): what ``write`` gives, and what ``enter`` reads of it, in one pass. Only where ``fuses``.
+
+    x [..., N, D], y [..., D], post [N, ...] and res [N, N, ...] of the write; phi [N, D, C], gain and bias [C] of the
+    read.
+
+    Raises:
+      TypeError: x is not of floating point.
+    """
+    check_float("x", x)
+    result: tuple[jax.Array, jax.Array, jax.Array] = _run("follow", form, x, y, post, res, phi, gain, bias)
+    return result
+
+
 def add(x: jax.Array, y: jax.Array, post: jax.Array) -> jax.Array:
     """Return x'_i = x_i + post[i] y, ``write`` under the identity map, in the dtype of x.
 
@@ -60,7 +112,8 @@ def add(x: jax.Array, y: jax.Array, post: jax.Array) -> jax.Array:
       TypeError: x is not of floating point.
     """
     check_float("x", x)
-    return _run("add", x, y, post)
+    result: jax.Array = _run("add", x, y, post)
+    return result
 
 
 def project(x: jax.Array, phi: jax.Array, eps: float) -> jax.Array:
@@ -68,7 +121,8 @@ def project(x: jax.Array, phi: jax.Array, eps: float) -> jax.Array:
 
     x [..., N, D], phi [N, D, R] -> [R, ...], float32 or wider.
     """
-    return _run("project", x, phi, eps)
+    result: jax.Array = _run("project", x, phi, eps)
+    return result
 
 
 def read(x: jax.Array, pre: jax.Array) -> jax.Array:
@@ -78,7 +132,8 @@ def read(x: jax.Array, pre: jax.Array) -> jax.Array:
       TypeError: x is not of floating point.
     """
     check_float("x", x)
-    return _run("read", x, pre)
+    result: jax.Array = _run("read", x, pre)
+    return result
 
 
 def sinkhorn(logits: jax.Array, iters: int, preset: str, eps: float) -> jax.Array:
@@ -87,7 +142,8 @@ def sinkhorn(logits: jax.Array, iters: int, preset: str, eps: float) -> jax.Arra
     Raises:
       ValueError: ``iters`` < 1, a negative ``eps`` or an unknown preset.
     """
-    return _run("sinkhorn", logits, iters, preset, eps)
+    result: jax.Array = _run("sinkhorn", logits, iters, preset, eps)
+    return result
 
 
 def write(x: jax.Array, y: jax.Array, post: jax.Array, res: jax.Array) -> jax.Array:
@@ -99,10 +155,11 @@ def write(x: jax.Array, y: jax.Array, post: jax.Array, res: jax.Array) -> jax.Ar
       TypeError: x is not of floating point.
     """
     check_float("x", x)
-    return _run("write", x, y, post, res)
+    result: jax.Array = _run("write", x, y, post, res)
+    return result
 
 
-def _run(kernel: str, *arguments: Any) -> jax.Array:
+def _run(kernel: str, *arguments: Any) -> Any:
     """Run a kernel of the chosen implementation.
 
     Raises:
@@ -111,7 +168,7 @@ def _run(kernel: str, *arguments: Any) -> jax.Array:
     chosen = importlib.import_module(TARGETS[current_target()])
     function = getattr(chosen, kernel, None) or getattr(importlib.import_module(TARGETS["xla"]), kernel)
     try:
-        result: jax.Array = function(*arguments)
+        return function(*arguments)
     except TypeError as error:
         if "forward-mode" not in str(error) or "custom_vjp" not in str(error):
             raise
@@ -120,4 +177,3 @@ def _run(kernel: str, *arguments: Any) -> jax.Array:
             f"mhc.kernels.{kernel} has a backward pass alone: take jax.jvp, jax.linearize or jax.jacfwd "
             'within `with mhc.kernels.target("reference"):`'
         ) from error
-    return result

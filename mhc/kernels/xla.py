@@ -212,8 +212,9 @@ def read(x: jax.Array, pre: jax.Array) -> jax.Array:
 
 def _read(x: jax.Array, pre: jax.Array) -> jax.Array:
     dtype = accumulation_dtype(x, pre)
-    weights, wide = pre.astype(dtype), x.astype(dtype)
-    u = _total(weights[j, ..., None] * wide[..., j, :] for j in range(x.shape[-2]))
+    weights = pre.astype(dtype)
+    # Cut first and widened then: a wide copy of x that several passes share would be kept in memory.
+    u = _total(weights[j, ..., None] * x[..., j, :].astype(dtype) for j in range(x.shape[-2]))
     return u.astype(x.dtype)
 
 
@@ -244,16 +245,24 @@ def write(x: jax.Array, y: jax.Array, post: jax.Array, res: jax.Array) -> jax.Ar
 
 def _write(x: jax.Array, y: jax.Array, post: jax.Array, res: jax.Array) -> jax.Array:
     dtype = accumulation_dtype(x, y, post, res)
-    out = _mix(x.astype(dtype), res.astype(dtype), transpose=False)
+    out = _mix(x, res.astype(dtype), transpose=False)
     out = out + jnp.moveaxis(post.astype(dtype), 0, -1)[..., None] * y.astype(dtype)[..., None, :]
-    return out.astype(x.dtype)
+    return _kept(out.astype(x.dtype), dtype)
+
+
+def _kept(x: jax.Array, dtype: Any) -> jax.Array:
+    """Return x, which XLA then keeps in memory as it is where it is narrower than ``dtype``.
+
+    XLA skips a rounding that is followed by its reverse, and would keep the wider streams beside the narrow ones.
+    """
+    return x if x.dtype == dtype else jax.lax.optimization_barrier(x)
 
 
 def _mix(x: jax.Array, res: jax.Array, transpose: bool) -> jax.Array:
     """Return sum_j res[i, j] x_j (with ``transpose`` res[j, i]) in one fused pass: an output element reads N inputs."""
     columns = res if transpose else jnp.swapaxes(res, 0, 1)  # [j, i, ...]
     weights = jnp.moveaxis(columns, 1, -1)  # [j, ..., i]
-    return _total(weights[j, ..., :, None] * x[..., j : j + 1, :] for j in range(x.shape[-2]))
+    return _total(weights[j, ..., :, None] * x[..., j : j + 1, :].astype(res.dtype) for j in range(x.shape[-2]))
 
 
 def _write_forward(x: jax.Array, y: jax.Array, post: jax.Array, res: jax.Array) -> tuple[jax.Array, Any]:
@@ -263,9 +272,10 @@ def _write_forward(x: jax.Array, y: jax.Array, post: jax.Array, res: jax.Array) 
 def _write_backward(residuals: Any, g: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     x, y, post, res = residuals
     dtype = accumulation_dtype(x, y, post, res)
+    g = _kept(g, dtype)
     gw, xw, yw = g.astype(dtype), x.astype(dtype), y.astype(dtype)
-    d_x = _mix(gw, res.astype(dtype), transpose=True)
-    d_y = _total(post[i, ..., None].astype(dtype) * gw[..., i, :] for i in range(x.shape[-2]))
+    d_x = _mix(g, res.astype(dtype), transpose=True)
+    d_y = _total(post[i, ..., None].astype(dtype) * g[..., i, :].astype(dtype) for i in range(x.shape[-2]))
     d_post = jnp.einsum("...nd,...d->n...", gw, yw)
     d_res = jnp.moveaxis(jnp.einsum("...id,...jd->...ij", gw, xw), (-2, -1), (0, 1))
     return d_x.astype(x.dtype), d_y.astype(y.dtype), d_post.astype(post.dtype), d_res.astype(res.dtype)

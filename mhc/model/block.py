@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from mhc import residual, sharding
+from mhc import kernels, residual, sharding
 from mhc.config import Config
+from mhc.errors import UserError
 from mhc.model.attention import Attention, AttentionContext, Cache, CacheContext, make_attention
 from mhc.model.edits import Edits
 from mhc.model.layers import Mlp, Sublayer
@@ -66,6 +69,20 @@ def build_topology(config: Config, key: PathKey) -> ResidualTopology:
     topology = residual.build(kind, config.model.width, rngs=key, sublayers=2 * config.model.layers, **options)
     contract.check(kind, topology, config.model.width, dtype=config.model.dtype, stacked=True)
     return topology
+
+
+def chosen_kernels(config: Config) -> AbstractContextManager[None]:
+    """Return the context in which the residual kernels are those of ``kernels.impl``.
+
+    ``auto`` leaves the choice as it is: ``xla``, unless the caller has made another by ``mhc.kernels.target``.
+
+    Raises:
+      UserError: kernels for one device are asked for on a mesh of several.
+    """
+    impl, mesh = config.kernels.impl, sharding.current_mesh()
+    if impl == "pallas_tpu" and mesh is not None and mesh.size > 1:
+        raise UserError(f"kernels.impl: given pallas_tpu on a mesh of {mesh.size} devices, allowed: auto, xla")
+    return contextlib.nullcontext() if impl == "auto" else kernels.target(impl)
 
 
 def laid_out(topology: ResidualTopology, state: State, shape: tuple[int, ...]) -> State:
@@ -205,10 +222,11 @@ class Block(nnx.Module):
         if edits is not None:
             carry = edits.begin(carry, topology)
         state, memory = carry
-        sublayers = ((self.attention_residual, self.attention), (self.mlp_residual, self.mlp))
-        for number, (connection, sublayer) in enumerate(sublayers):
-            with jax.named_scope("read"):
-                u, maps = connection.read(state)
+        connections = (self.attention_residual, self.mlp_residual)
+        sublayers = (self.attention, self.mlp)
+        with jax.named_scope("read"):
+            state, u, maps = connections[0].enter(state)
+        for number, (connection, sublayer) in enumerate(zip(connections, sublayers, strict=True)):
             before = memory
             with jax.named_scope(SCOPES[number]):
                 if number == 0:
@@ -216,9 +234,17 @@ class Block(nnx.Module):
                 else:
                     y = feed_forward(u)
                 y = y if edits is None else edits.output(y, number)
+            fused = number == 0 and connections[1].follows(connection, maps)
             with jax.named_scope("write"):
-                state = laid_out(topology, connection.write(state, y, maps), u.shape)
+                if fused:  # one pass over the state writes to it, and reads it for the next sublayer
+                    state, *read = connections[1].follow(connection, state, y, maps)
+                else:
+                    state = connection.write(state, y, maps)
+                state = laid_out(topology, state, u.shape)
             if look is not None:
                 settled = topology.settle(state)
                 look(number, SublayerView(topology, connection, maps, sublayer, (), u, y, settled, None, before))
+            if number == 0:
+                with jax.named_scope("read"):
+                    state, u, maps = (state, *read) if fused else connections[1].enter(state)
         return Carry(state, memory)

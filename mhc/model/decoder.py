@@ -20,7 +20,7 @@ from mhc.model.attention import (
     CacheContext,
     attention_context,
 )
-from mhc.model.block import Block, Carry, Observer, Seen, SublayerView, build_topology, laid_out
+from mhc.model.block import Block, Carry, Observer, Seen, SublayerView, build_topology, chosen_kernels, laid_out
 from mhc.model.cache import (
     DecoderCache,
     LayerRun,
@@ -162,10 +162,11 @@ class Decoder(nnx.Module):
         context = attention_context(config, tokens.shape, segment_ids, positions, prefix, self.bias_table, noise)
         carry = self._begin(tokens, context.positions)
         seen: list[Seen] = []
-        for blocks, first, count in self.stacks:
-            changes = None if edits is None else edits.blocks(first, count)
-            carry, seen_in_stack = self._run_stack(blocks, first, carry, context, observe, changes)
-            seen.append(seen_in_stack)
+        with chosen_kernels(config):
+            for blocks, first, count in self.stacks:
+                changes = None if edits is None else edits.blocks(first, count)
+                carry, seen_in_stack = self._run_stack(blocks, first, carry, context, observe, changes)
+                seen.append(seen_in_stack)
         observed = jax.tree.map(lambda *parts: jnp.concatenate(parts), *[stack.observed for stack in seen])
         h = self._collapse(carry.state)
         return Hidden(h, self.residual.settle(carry.state), _by_depth(observed), seen[-1].router)

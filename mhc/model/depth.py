@@ -71,8 +71,7 @@ def training_run(config: Config, topology: ResidualTopology) -> Run:
             # Within another scan the layers must come as they are: of a group that is cut out of them anew, the
             # backward pass would keep a copy of the parameters.
             single = jax.checkpoint(step, policy=policy, prevent_cse=False)
-            carry, out = jax.lax.scan(single, carry, layers)
-            return carry, out
+            return jax.lax.scan(single, carry, layers)
         if whole:
             groups = jax.tree.map(lambda leaf: leaf[:whole].reshape(-1, size, *leaf.shape[1:]), layers)
             carry, out = jax.lax.scan(group, carry, groups)
@@ -119,8 +118,8 @@ def through(
       scan: whether whole periods are scanned too; else they are unrolled.
       whole_state: whether a block may change the part that the topology holds, as interventions do. Then all of the
         state is carried.
-      once: whether each layer is recomputed in the backward pass from what is held after the last of these layers, as
-        ``keeps_once`` says, in place of ``run``; not with ``whole_state``.
+      once: whether the backward pass computes each layer again from what is held after the last of these layers, as
+        ``keeps_once`` tells. Then ``run`` is not used. Not with ``whole_state``.
 
     Raises:
       ValueError: the period is less than one block.

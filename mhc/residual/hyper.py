@@ -7,10 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from mhc.kernels import Form
 from mhc.residual import initial
 from mhc.residual.arrays import promoted
 from mhc.residual.runner import StreamRunner
-from mhc.residual.streams import StreamConnection, StreamTopology, TokenMaps
+from mhc.residual.streams import Projection, StreamConnection, StreamTopology, TokenMaps
 from mhc.rng import PathKey
 
 
@@ -45,18 +46,39 @@ class HyperConnectionMaps(StreamConnection):
 
     def token_maps(self, x: jax.Array) -> TokenMaps:
         lead = x.shape[:-2]
-        # In float32 or wider, also where somebody has cast the parameters.
-        static = [promoted(b=p[...])[0] for p in (self.b_pre, self.b_post, self.b_res)]
-        b_pre, b_post, b_res = (b.reshape(*b.shape, *(1,) * len(lead)) for b in static)
         if not self.dynamic:
-            spread = (jnp.broadcast_to(b, (*b.shape[: b.ndim - len(lead)], *lead)) for b in (b_pre, b_post, b_res))
+            # In float32 or wider, also where somebody has cast the parameters.
+            static = [promoted(b=p[...])[0] for p in (self.b_pre, self.b_post, self.b_res)]
+            spread = (jnp.broadcast_to(b.reshape(*b.shape, *(1,) * len(lead)), (*b.shape, *lead)) for b in static)
             return TokenMaps(*spread)
         # The three projections are one matmul; its row r of stream j is (m_j . w_r), tokens last.
-        w = jnp.concatenate([self.w_pre[...][:, None], self.w_post[...][:, None], self.w_res[...]], axis=1)  # [D, 2+N]
-        xw, w = promoted(x=x, w=w)
+        xw, w = promoted(x=x, w=self._rows())
         scale = jax.lax.rsqrt(jnp.mean(xw * xw, axis=-1) + self.rms_eps)  # [..., N]
-        raw = jnp.moveaxis((xw @ w) * scale[..., None], (-1, -2), (0, 1))  # [2+N, N, ...]
+        return self._maps(jnp.moveaxis((xw @ w) * scale[..., None], (-1, -2), (0, 1)))
+
+    def _rows(self) -> jax.Array:
+        """Return the weights of the three projections side by side, [D, 2+N]."""
+        return jnp.concatenate([self.w_pre[...][:, None], self.w_post[...][:, None], self.w_res[...]], axis=1)
+
+    def projection(self) -> Projection | None:
+        if not self.dynamic or type(self).token_maps is not HyperConnectionMaps.token_maps:
+            return None
+        n, columns = self.n, (2 + self.n) * self.n
+        alpha, b_pre = promoted(alpha=self.alpha[...], b_pre=self.b_pre[...])
+        # Column r N + j is row r of stream j, which no other stream is projected on.
+        phi = self._rows()[None, :, :, None] * jnp.eye(n)[:, None, None, :]
+        form = Form(each=True, squash="tanh" if self.tanh else "none", offset=0.0, eps=self.rms_eps)
+        gain = jnp.full((columns,), alpha[0])
+        return Projection(form, phi.reshape(n, -1, columns), gain, jnp.pad(b_pre, (0, columns - n)))
+
+    def maps_of(self, raw: jax.Array) -> TokenMaps:
+        return self._maps(raw.reshape(2 + self.n, self.n, *raw.shape[1:]))
+
+    def _maps(self, raw: jax.Array) -> TokenMaps:
+        """Return the maps from the projections raw [2+N, N, ...]."""
         raw = jnp.tanh(raw) if self.tanh else raw
+        static = promoted(b_pre=self.b_pre[...], b_post=self.b_post[...], b_res=self.b_res[...])
+        b_pre, b_post, b_res = (b.reshape(*b.shape, *(1,) * (raw.ndim - 2)) for b in static)
         raw, alpha, b_pre, b_post, b_res = promoted(
             raw=raw, alpha=self.alpha[...], b_pre=b_pre, b_post=b_post, b_res=b_res
         )

@@ -11,13 +11,14 @@ import numpy as np
 from flax import nnx
 
 from mhc import kernels
+from mhc.kernels import Form
 from mhc.kernels.checks import check_sinkhorn
 from mhc.residual import initial
 from mhc.residual.arrays import promoted
 from mhc.residual.mixing import Mixing, configured
 from mhc.residual.mixing.sinkhorn import Sinkhorn
 from mhc.residual.runner import Runner
-from mhc.residual.streams import StreamConnection, StreamTopology, TokenMaps
+from mhc.residual.streams import Projection, StreamConnection, StreamTopology, TokenMaps
 from mhc.rng import PathKey, path_key
 
 
@@ -44,15 +45,30 @@ class ManifoldMaps(StreamConnection):
             setattr(self, name, nnx.Param(start[name]))
 
     def token_maps(self, x: jax.Array) -> TokenMaps:
+        return self.maps_of(kernels.project(x, self.phi[...], self.rms_eps))
+
+    def _gates(self, alpha: jax.Array) -> jax.Array:
+        """Return the gate of each logit, [2N+R]."""
+        n, columns = self.n, self.bias[...].shape[0]
+        return jnp.repeat(alpha, jnp.array([n, n, *self.mixing.gates(n)]), total_repeat_length=columns)
+
+    @property
+    def _offset(self) -> float:
+        return self.map_eps if self.preset == "deepseek" else 0.0
+
+    def projection(self) -> Projection | None:
+        if type(self).token_maps is not ManifoldMaps.token_maps:
+            return None
+        alpha, bias = promoted(alpha=self.alpha[...], bias=self.bias[...])
+        form = Form(each=False, squash="sigmoid", offset=self._offset, eps=self.rms_eps)
+        return Projection(form, self.phi[...], self._gates(alpha), bias)
+
+    def maps_of(self, raw: jax.Array) -> TokenMaps:
         n = self.n
-        raw, alpha, bias = promoted(  # raw [2N+R, ...]
-            raw=kernels.project(x, self.phi[...], self.rms_eps), alpha=self.alpha[...], bias=self.bias[...]
-        )
+        raw, alpha, bias = promoted(raw=raw, alpha=self.alpha[...], bias=self.bias[...])  # raw [2N+R, ...]
         tokens = (1,) * (raw.ndim - 1)
-        sizes = jnp.array([n, n, *self.mixing.gates(n)])
-        gates = jnp.repeat(alpha, sizes, total_repeat_length=raw.shape[0])
-        logits = raw * gates.reshape(-1, *tokens) + bias.reshape(-1, *tokens)
-        pre = jax.nn.sigmoid(logits[:n]) + (self.map_eps if self.preset == "deepseek" else 0.0)
+        logits = raw * self._gates(alpha).reshape(-1, *tokens) + bias.reshape(-1, *tokens)
+        pre = jax.nn.sigmoid(logits[:n]) + self._offset
         mixing = self.mixing.with_own({name: getattr(self, name)[...] for name in self.own})
         return TokenMaps(pre, 2.0 * jax.nn.sigmoid(logits[n : 2 * n]), mixing(logits[2 * n :], n))
 

@@ -49,6 +49,23 @@ class Connection(nnx.Module):
         """Return the next state from the sublayer's output y [..., D]."""
         raise NotImplementedError
 
+    def enter(self, state: State) -> tuple[State, jax.Array, Context]:
+        """Return (state, u, context): what ``read`` returns, and the state to give to ``write``, of the same values.
+
+        A kernel that forms the gradient of a state at once needs to see what else is done with it.
+        """
+        return state, *self.read(state)
+
+    def follows(self, before: Connection, context: Context) -> bool:
+        """Return whether ``follow`` does better than a write and a read, after the sublayer of ``before``."""
+        return False
+
+    def follow(
+        self, before: Connection, state: State, y: jax.Array, context: Context
+    ) -> tuple[State, jax.Array, Context]:
+        """Return (state, u, context) of this sublayer: ``before.write(state, y, context)``, then ``enter``."""
+        return self.enter(before.write(state, y, context))
+
     def __call__(self, state: State, sublayer: Callable[..., jax.Array], *args: Any, **kwargs: Any) -> State:
         """Return the state after ``sublayer``, which gets u [..., D] and the further arguments and returns y [..., D].
 

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from mhc import kernels
+from mhc.kernels import Form
 from mhc.kernels.checks import accumulation_dtype
 from mhc.residual import functional
 from mhc.residual.arrays import check_axes
@@ -30,6 +31,20 @@ class TokenMaps(NamedTuple):
     res: jax.Array | None
 
 
+class Projection(NamedTuple):
+    """Holds a projection of streams, m phi, and how the reading weights come of its first N columns."""
+
+    form: Form
+    phi: jax.Array  # [N, D, C]
+    gain: jax.Array  # [C]
+    bias: jax.Array  # [C]
+
+    @property
+    def arrays(self) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Return phi, gain and bias."""
+        return self.phi, self.gain, self.bias
+
+
 class StreamConnection(Connection):
     """Computes x' = H_res x + H_post^T F(H_pre x) on streams [..., N, D]; a subclass says what the maps are."""
 
@@ -39,9 +54,20 @@ class StreamConnection(Connection):
         """Return every token's maps from the streams x [..., N, D], float32 or wider."""
         raise NotImplementedError
 
-    def read(self, state: jax.Array) -> tuple[jax.Array, TokenMaps]:
+    def projection(self) -> Projection | None:
+        """Return what a kernel needs to project and read in one pass; None: ``token_maps`` is all that there is."""
+        return None
+
+    def maps_of(self, raw: jax.Array) -> TokenMaps:
+        """Return every token's maps from the projection raw [C, ...], where there is a ``projection``."""
+        raise NotImplementedError
+
+    def _check(self, state: jax.Array) -> None:
         if state.ndim < 2 or state.shape[-2] != self.n:
             raise ValueError(f"the state must be streams [..., N={self.n}, D], got shape {state.shape}: expand first")
+
+    def read(self, state: jax.Array) -> tuple[jax.Array, TokenMaps]:
+        self._check(state)
         with jax.named_scope("maps"):  # a trace tells it from the rest of the read
             maps = self.token_maps(state)
         return kernels.read(state, maps.pre), maps
@@ -50,6 +76,34 @@ class StreamConnection(Connection):
         if context.res is None:
             return kernels.add(state, y, context.post)
         return kernels.write(state, y, context.post, context.res)
+
+    def _fused(self) -> Projection | None:
+        """Return the projection where the chosen kernels read it in one pass, and no subclass reads otherwise."""
+        return self.projection() if type(self).read is StreamConnection.read and kernels.fuses() else None
+
+    def enter(self, state: jax.Array) -> tuple[jax.Array, jax.Array, TokenMaps]:
+        projection = self._fused()
+        if projection is None:
+            return super().enter(state)
+        self._check(state)
+        state, raw, u = kernels.enter(projection.form, state, *projection.arrays)
+        with jax.named_scope("maps"):
+            return state, u, self.maps_of(raw)
+
+    def follows(self, before: Connection, context: TokenMaps) -> bool:
+        writes = isinstance(before, StreamConnection) and type(before).write is StreamConnection.write
+        return writes and context.res is not None and self._fused() is not None
+
+    def follow(
+        self, before: Connection, state: jax.Array, y: jax.Array, context: TokenMaps
+    ) -> tuple[jax.Array, jax.Array, TokenMaps]:
+        projection = self._fused()
+        if projection is None or context.res is None:
+            return super().follow(before, state, y, context)
+        self._check(state)
+        state, raw, u = kernels.follow(projection.form, state, y, context.post, context.res, *projection.arrays)
+        with jax.named_scope("maps"):
+            return state, u, self.maps_of(raw)
 
     def maps(self, context: TokenMaps) -> Maps:
         pre, post = (jnp.moveaxis(m, 0, -1) for m in (context.pre, context.post))

@@ -188,10 +188,14 @@ def test_a_patch_recovers_what_lies_where_the_prompts_differ(kind, groups):
     rng = np.random.default_rng(0)
     clean = rng.integers(0, VOCAB, 6).tolist()
     corrupted = [*clean[:2], (clean[2] + 1) % VOCAB, *clean[3:]]
-    state = patching.patch(checkpoint, clean, corrupted, "state", batch_size=5)
+    # Of other random models some follow both prompts with one token: these two are named, to differ in any case.
+    first = "attention" in groups or (kind == "plain" and not groups)
+    answer, other = (None, None) if first else (1, 2)
+    rounding = 0.0 if first else 1e-5  # some programs round the rows of a batch differently
+    state = patching.patch(checkpoint, clean, corrupted, "state", answer=answer, other=other, batch_size=5)
     assert state.everything == pytest.approx(1.0, abs=1e-5)
     assert state.share.shape == (3, 6)
-    np.testing.assert_array_equal(state.share[:, :2], 0.0)
+    np.testing.assert_allclose(state.share[:, :2], 0.0, atol=rounding)
     np.testing.assert_allclose(state.share[0], [0, 0, 1, 0, 0, 0], atol=1e-5)
     assert np.abs(state.share[1:, 3:]).max() > 1e-3
     assert state.difference[0, 2] == pytest.approx(state.clean, rel=1e-5)
@@ -200,7 +204,7 @@ def test_a_patch_recovers_what_lies_where_the_prompts_differ(kind, groups):
         checkpoint, clean, corrupted, "feed-forward", answer=state.answer, other=state.other, batch_size=64
     )
     assert relative_error([output.clean, output.corrupted], [state.clean, state.corrupted]) <= 1e-5
-    np.testing.assert_array_equal(output.share[-1, :-1], 0.0)
+    np.testing.assert_allclose(output.share[-1, :-1], 0.0, atol=rounding)
     assert output.share[-1, -1] != 0.0
     head = patching.patch(checkpoint, clean, corrupted, "head", answer=state.answer, other=state.other)
     assert head.share.shape == (3, 2) and np.all(head.share != 0.0)

@@ -131,12 +131,17 @@ def test_a_run_killed_three_times_equals_the_undisturbed_one(fields, reference, 
 @pytest.mark.process
 @pytest.mark.parametrize("form", state_forms())
 def test_every_form_of_state_goes_on_bit_for_bit_after_a_kill(form, fields, tmp_path):
-    """The run is killed after its first checkpoint, between two others."""
-    folder, made = tmp_path / "run", {**fields, "residual": state_forms()[form]}
+    """The run is killed once its first checkpoint is there, with most steps to go."""
+    folder = tmp_path / "run"
+    made = {**fields, "train": {**fields["train"], "steps": 2 * STEPS}, "residual": state_forms()[form]}
     assert run(from_config_dict(made), tmp_path / "calm", DEVICES) == 0
-    code, said = strike(start(made, folder), folder, 18, signal.SIGKILL)
-    assert code == -signal.SIGKILL, said
-    assert committed_steps(folder) and written(folder) < STEPS
+    process, end = start(made, folder), time.monotonic() + START
+    while not committed_steps(folder) and process.poll() is None and time.monotonic() < end:
+        time.sleep(0.002)
+    process.kill()
+    _, said = process.communicate(timeout=START)
+    assert process.returncode == -signal.SIGKILL, said
+    assert committed_steps(folder) and written(folder) < 2 * STEPS
     process = start(made, folder)
     _, said = process.communicate(timeout=START)
     assert process.returncode == 0 and "Traceback" not in said, said

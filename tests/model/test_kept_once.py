@@ -26,7 +26,11 @@ def built(kind: str) -> ResidualTopology:
     return residual.build(kind, WIDTH, rngs=nnx.Rngs(0), sublayers=SUBLAYERS, **options)
 
 
-GROWING = [name for name, kind in kinds.known().items() if kind.builder and built(name).gains_rows]
+GROWING = [
+    name
+    for name, kind in kinds.known().items()
+    if kind.builder and getattr(kinds.referred(kind.builder), "gains_rows", False)
+]
 
 
 def test_the_depth_kinds_are_here() -> None:
@@ -143,8 +147,11 @@ def test_the_backward_pass_keeps_the_rows_once_and_the_stream_once_a_layer(
         ("denseformer", {}),
     ],
 )
-def test_the_numbers_are_those_of_a_pass_that_keeps_everything(kind: str, groups: dict[str, dict[str, Any]]) -> None:
-    """Loss and gradient agree with remat=none."""
+@pytest.mark.parametrize("scan", [True, pytest.param(False, marks=pytest.mark.product)])
+def test_the_numbers_are_those_of_a_pass_that_keeps_everything(
+    kind: str, groups: dict[str, dict[str, Any]], scan: bool
+) -> None:
+    """Loss and gradient agree with remat=none, scanned or unrolled."""
     tokens = jnp.asarray(np.random.default_rng(0).integers(0, 32, (ROWS, LENGTH)))
 
     def values(model: dict[str, Any]) -> tuple[jax.Array, Any]:
@@ -155,7 +162,7 @@ def test_the_numbers_are_those_of_a_pass_that_keeps_everything(kind: str, groups
 
         return jax.jit(jax.value_and_grad(loss))(initial(config))
 
-    (expected, slope), (got, grads) = values({}), values({"remat": "full"})
+    (expected, slope), (got, grads) = values({}), values({"remat": "full", "scan": scan})
     assert relative_error(got, expected) <= 1e-6
     for a, b in zip(jax.tree.leaves(grads), jax.tree.leaves(slope), strict=True):
         assert np.max(np.abs(a - b)) <= 1e-5 * np.max(np.abs(b)) + 1e-8

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from mhc.errors import UserError
+from mhc.monitor.guard import COLLAPSING, MONITORS
 
 # Fields of config.json that a comparison computes with: what each must be. Others are only shown.
 _NUMBERS = ("optimizer.lr", "residual.scale", "optimizer.clip_norm", "monitor.zscore_threshold")
@@ -54,6 +55,19 @@ def check_records(records: Sequence[Mapping[str, Any]], file: Path) -> None:
             if not _is_measure(value):
                 raise UserError(
                     f"{file}: line {number}: {name}: given {_shown(value)}, allowed: a number, or an array of numbers"
+                )
+
+
+def check_probes(records: Sequence[Mapping[str, Any]], file: Path) -> None:
+    """Raise UserError as `check_records`, and for several values by name where a monitor watches an array."""
+    check_records(records, file)
+    watched = {key for key, _ in MONITORS.values()} | set(COLLAPSING.values())
+    for number, record in enumerate(records, 1):
+        for name in watched & record.keys():
+            if isinstance(record[name], Mapping):
+                raise UserError(
+                    f"{file}: line {number}: {name}: given {_shown(record[name])}, allowed: a number, or an array of "
+                    f"numbers"
                 )
 
 

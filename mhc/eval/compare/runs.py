@@ -345,7 +345,7 @@ def _load_run(name: str, folder: Path, source: Folder | None) -> Arm | None:
         return None
     checks.check_records(metrics, folder / "metrics.jsonl")
     probes = read_jsonl(folder / "probes.jsonl") if (folder / "probes.jsonl").exists() else []
-    checks.check_records(probes, folder / "probes.jsonl")
+    checks.check_probes(probes, folder / "probes.jsonl")
     summary = read_json(folder / "summary.json") if (folder / "summary.json").exists() else None
     checks.check_summary(summary or {}, folder / "summary.json")
     events = read_jsonl(folder / "events.jsonl") if (folder / "events.jsonl").exists() else []
