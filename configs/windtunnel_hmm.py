@@ -26,6 +26,6 @@ def get_config(size: str = "paper") -> ConfigDict:
     config.positions.kind, config.positions.max_length = "learned", task(config.data.source).span
     config.optimizer.lr = 2e-2 if laptop else 1e-3
     if laptop:
-        config.optimizer.name = "muon"  # AdamW needs three times the tokens to see that context helps
+        config.optimizer.name = "muon"  # AdamW stays on the plateau for several times the tokens
     config.train.steps, config.train.batch_size = (1200, 32) if laptop else (50_000, 256)
     return config
