@@ -96,6 +96,7 @@ def test_turns_alternate_and_a_slower_function_is_slower() -> None:
     assert timing.spread([3.0]) == {"median": 3.0, "low": 3.0, "high": 3.0}
 
 
+@pytest.mark.long
 def test_overhead_in_small(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "overhead.json"
     flags = [*FLAGS, "--blocks", "1", "--widths", "8", "--tokens", "2,3", "--streams", "2", "--rounds", "2"]
@@ -117,6 +118,7 @@ def test_a_connection_of_any_state_runs(kind: str) -> None:
     assert any(float(jnp.max(jnp.abs(leaf))) > 0 for leaf in jax.tree.leaves(to_state))
 
 
+@pytest.mark.long
 def test_compile_in_small(tmp_path: Path) -> None:
     file = tmp_path / "compile.json"
     flags = ["--blocks", "1", "--rounds", "1", *FLAGS]
@@ -128,6 +130,7 @@ def test_compile_in_small(tmp_path: Path) -> None:
     assert row["of_first"] == pytest.approx(row["total"] / rows["plain"]["1"]["total"]["median"])
 
 
+@pytest.mark.long
 def test_probes_in_small(tmp_path: Path) -> None:
     file = tmp_path / "probes.json"
     flags = ["--blocks", "1", "--rounds", "2", "--probe_sequences", "2", *FLAGS]

@@ -136,6 +136,7 @@ def test_models_of_every_kind_are_measured(kind: str) -> None:
     assert len(left_out.json["cases"]) == 2 * (2 + 3) and all(np.isfinite(value) for value in left_out.scalars.values())
 
 
+@pytest.mark.product
 def test_a_wrong_closed_form_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     right = advantage.gradients
 

@@ -78,6 +78,7 @@ FOLDERS: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("shape", FOLDERS, ids=lambda shape: f"{shape['layout']}-L{shape['layers']}-N{shape['n']}")
 def test_other_folders_against_numpy(shape: dict[str, Any], tmp_path: Path) -> None:
     """Random folders give the maps of a float64 computation that shares no code, under other constants too."""

@@ -139,6 +139,7 @@ def test_the_backward_pass_keeps_the_rows_once_and_the_stream_once_a_layer(
     assert rows <= other - plain + 1 <= rows + 2 * (24 // period) + 2
 
 
+@pytest.mark.product
 @pytest.mark.parametrize(
     ("kind", "groups"),
     [

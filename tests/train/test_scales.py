@@ -316,6 +316,7 @@ def one_device() -> tuple[dict[str, np.ndarray], list[np.ndarray]]:
     return after_two_steps(small("mhc", **ALL), 1)
 
 
+@pytest.mark.product
 @pytest.mark.parametrize(
     "other",
     [

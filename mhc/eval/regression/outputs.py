@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -90,7 +91,7 @@ def compute(
         "format": FORMAT,
         "checkpoint": checkpoint.name,
         "steps": list(checkpoint.steps),
-        "config": configs.to_dict(config),
+        "config": json.loads(configs.to_json(config)),  # as a golden file keeps it: a tuple is a list
         "tokenizer": tokenizers.load(config.data.tokenizer).content_hash,
         "vocabulary": config.vocab_size,
         "points": points(config.model.layers),
