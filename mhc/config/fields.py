@@ -412,8 +412,7 @@ class KernelsConfig(Group, group="kernels"):
 
     impl: str = setting(
         "auto",
-        "implementation; auto: xla; xla: as XLA fuses them; pallas_tpu: kernels for one TPU, which compile and were "
-        "never run on one",
+        "implementation; auto: xla; xla: as XLA fuses them; pallas_tpu: kernels for one TPU, never run on one",
         choices=("auto", "xla", "pallas_tpu"),
     )
 

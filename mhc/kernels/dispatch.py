@@ -40,7 +40,7 @@ def target(name: str) -> Iterator[None]:
     in either mode (``jax.grad``, ``jax.hessian``). ``reference`` runs ``mhc.residual.functional``: slower, and
     differentiable in every mode any number of times (``jax.jvp``, ``jax.linearize``, ``jax.jacfwd``). ``pallas_tpu``
     has kernels for TPU that pass over the streams fewer times (``enter``, ``follow``), for one device and reverse mode.
-    They compile for TPUs and were never run on one; elsewhere they are interpreted, slowly.
+    XLA plans them for TPUs, but they were never run on one; elsewhere they are interpreted, slowly.
 
     Raises:
       ValueError: no implementation has this name.

@@ -1,4 +1,4 @@
-"""Define passes over the streams as Pallas kernels for TPU. They compile for TPUs, and were never run on one.
+"""Define passes over the streams as Pallas kernels for TPU. XLA plans them; they were never run on one.
 
 A connection reads every number of its streams for the statistic, the projection and the read, and the connection before
 it had just written them. ``follow`` does both in one pass over the streams, and forms their gradient once; ``enter`` is
