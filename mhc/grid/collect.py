@@ -8,7 +8,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mhc import full_disk
+from mhc import config as configs
+from mhc import full_disk, kinds
 from mhc.grid import folder as folders
 from mhc.grid.folder import STATES
 from mhc.grid.plan import Plan
@@ -18,7 +19,8 @@ from mhc.monitor.progress import duration
 def collect(plan: Plan, workdir: Path, out: Path) -> Counter[str]:
     """Write a row for each arm: name, state, the fields in which arms differ, summary.json, a failure's last line.
 
-    A field that an arm does not set holds the base's value, so that the table stands alone.
+    A field that an arm does not set holds the base's value, so that the table stands alone. An option of a residual
+    kind that the base does not have holds its default in arms of the kind, and nothing in others.
 
     Returns:
         The number of arms in each state.
@@ -30,7 +32,7 @@ def collect(plan: Plan, workdir: Path, out: Path) -> Counter[str]:
         state = folders.state(folder, plan.config(arm).train.steps)
         summary = folders.summary(folder)
         lines = folders.record(folder).get("last_lines") if state in ("failed", "halted") else None
-        values = {field: fields.get(field, _value(plan.base, field)) for field in varied}
+        values = {field: fields[field] if field in fields else _value(plan, arm, field) for field in varied}
         rows.append(
             {"arm": arm, "state": state, **values}
             | {f"summary.{key}" if key in values else key: value for key, value in summary.items()}
@@ -46,9 +48,13 @@ def collect(plan: Plan, workdir: Path, out: Path) -> Counter[str]:
     return Counter(str(row["state"]) for row in rows)
 
 
-def _value(base: Mapping[str, Mapping[str, Any]], field: str) -> Any:
+def _value(plan: Plan, arm: str, field: str) -> Any:
     group, _, leaf = field.partition(".")
-    return base[group][leaf]
+    if leaf in plan.base[group]:
+        return plan.base[group][leaf]
+    config = plan.config(arm)
+    foreign = leaf in kinds.options() and leaf not in config.residual.spec.options
+    return None if foreign else configs.value_of(config, field)
 
 
 def status(plan: Plan, workdir: Path) -> tuple[list[str], Counter[str]]:

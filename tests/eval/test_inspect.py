@@ -203,7 +203,8 @@ def test_a_patch_recovers_what_lies_where_the_prompts_differ(kind, groups):
     output = patching.patch(
         checkpoint, clean, corrupted, "feed-forward", answer=state.answer, other=state.other, batch_size=64
     )
-    assert relative_error([output.clean, output.corrupted], [state.clean, state.corrupted]) <= 1e-5
+    ends = [output.clean, output.corrupted], [state.clean, state.corrupted]
+    assert relative_error(*ends) <= 1e-5 or np.allclose(*ends, rtol=0, atol=rounding)  # of logits of about 1
     np.testing.assert_allclose(output.share[-1, :-1], 0.0, atol=rounding)
     assert output.share[-1, -1] != 0.0
     head = patching.patch(checkpoint, clean, corrupted, "head", answer=state.answer, other=state.other)

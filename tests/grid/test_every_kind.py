@@ -13,6 +13,7 @@ from mhc.eval.compare.__main__ import main as compare
 from mhc.files import read_json, read_jsonl
 from mhc.grid import estimate, plan
 from mhc.grid.__main__ import main
+from mhc.grid.collect import collect
 from mhc.grid.plan import Plan
 from tests.small_runs import run, tiny, write_corpus
 from tests.state_forms import has_maps
@@ -58,6 +59,22 @@ def test_sizes_of_every_kind_are_known_without_running_it(tmp_path: Path) -> Non
         assert cost.params >= plain.params and cost.flops >= plain.flops, arm
         if kinds.known()[grid.config(arm).residual.kind].parameters:
             assert cost.params != plain.params, arm
+
+
+def test_an_option_that_the_base_does_not_have_is_collected(tmp_path: Path) -> None:
+    """It has a value in arms of its kind, and none in others."""
+    grid = planned(tmp_path)
+    collect(grid, tmp_path / "runs", tmp_path / "results.csv")
+    with (tmp_path / "results.csv").open(encoding="utf-8") as file:
+        rows = {row["arm"]: row for row in csv.DictReader(file)}
+    assert {name: rows[f"{name},seed=0"]["residual.single_pass"] for name in ("plain", "attn_res", "mhc")} == {
+        "plain": "",
+        "attn_res": "",
+        "mhc": "False",
+    }
+    assert rows["mhc,residual.single_pass=True,seed=0"]["residual.single_pass"] == "True"
+    assert rows["attn_res,residual.block=2,seed=0"]["residual.block"] == "2"
+    assert {rows[f"{name},seed=0"]["residual.value_residual"] for name in OWN} == {"False"}
 
 
 @pytest.mark.product
