@@ -19,11 +19,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from bench import arguments as shared
 from bench.model import random_batch
 from mhc import cli, kinds
 from mhc import config as configs
 from mhc.config import Config
-from mhc.errors import UserError, did_you_mean
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -40,15 +40,12 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--config", required=True, metavar="FILE", help="config file, e.g. configs/dense_10m.py")
     parser.add_argument("--arms", default="plain,mhc", metavar="KIND,…", help="residual kinds; the first is the base")
     parser.add_argument("--steps", type=int, default=20, help="timed rounds (default 20)")
-    parser.add_argument("--json", metavar="FILE", help="write the figures there")
+    shared.add_json(parser)
     options, overrides = parser.parse_known_args(arguments)
     config = cli.load_config(options.config, overrides, parser)
-    arms = options.arms.split(",")
-    for arm in arms:
-        if arm not in kinds.names():
-            raise UserError(f"--arms: {arm!r}, allowed: {', '.join(kinds.names())}{did_you_mean(arm, kinds.names())}")
-    if options.steps < 1:
-        raise UserError(f"--steps: {options.steps}, allowed: an int >= 1")
+    arms = shared.kind_names(options.arms, "--arms")
+    shared.at_least(options.steps, "--steps")
+    shared.check_json(options.json)
     figures = measure(config, arms, options.steps)
     sys.stdout.write(f"{'arm':10} {'ms a step':>10} {'tokens/s':>10} {'of ' + arms[0]:>10} {'compile s':>10}\n")
     for arm, row in figures["arms"].items():
@@ -73,14 +70,14 @@ def measure(config: Config, arms: Sequence[str], rounds: int) -> dict[str, Any]:
     from mhc.train.step import Trainer
 
     # A residual field that only one kind has would be refused by the others, so arms take their kind's defaults.
-    shared = [(name, value) for name, value in config.residual.options if kinds.options()[name].anywhere]
+    given = [(name, value) for name, value in config.residual.options if kinds.options()[name].anywhere]
     shape = (config.train.batch_size, config.data.sequence_length)
     vocabulary = config.model.vocab_size or 259
     mesh = sharding.make_mesh(config.mesh)
     batch = sharding.put_batch(random_batch(configs.resolve(config, vocabulary)), mesh)
     running: dict[str, Any] = {}
     for arm in arms:
-        residual = configs.ResidualConfig(kind=arm, module=config.residual.module, options=shared)
+        residual = configs.ResidualConfig(kind=arm, module=config.residual.module, options=given)
         trainer = Trainer(configs.resolve(dataclasses.replace(config, residual=residual), vocabulary), mesh)
         state = trainer.init(0)
         start = time.perf_counter()

@@ -3,8 +3,7 @@
 ``python train.py --fields [GROUP]`` prints this list. ``None`` means "derive it" or "none", as the field's words say.
 The groups ``norm`` and ``update`` are in ``mhc/config/scales.py``. The options of residual kinds, such as
 ``residual.iters``, are declared with their kinds in ``mhc/kinds.py``. The combinations that are refused are listed in
-``mhc/config/checks.py``.
-It is one list to be read as a whole, and so it may pass 450 lines.
+``mhc/config/checks.py``. The list is read as a whole, and so it may pass 450 lines.
 """
 
 from __future__ import annotations

@@ -76,8 +76,7 @@ def enter(
       TypeError: x is not of floating point.
     """
     check_float("x", x)
-    result: tuple[jax.Array, jax.Array, jax.Array] = _run("enter", form, x, phi, gain, bias)
-    return result
+    return _three("enter", form, x, phi, gain, bias)
 
 
 def follow(
@@ -99,8 +98,7 @@ def follow(
       TypeError: x is not of floating point.
     """
     check_float("x", x)
-    result: tuple[jax.Array, jax.Array, jax.Array] = _run("follow", form, x, y, post, res, phi, gain, bias)
-    return result
+    return _three("follow", form, x, y, post, res, phi, gain, bias)
 
 
 def add(x: jax.Array, y: jax.Array, post: jax.Array) -> jax.Array:
@@ -112,8 +110,7 @@ def add(x: jax.Array, y: jax.Array, post: jax.Array) -> jax.Array:
       TypeError: x is not of floating point.
     """
     check_float("x", x)
-    result: jax.Array = _run("add", x, y, post)
-    return result
+    return _single("add", x, y, post)
 
 
 def project(x: jax.Array, phi: jax.Array, eps: float) -> jax.Array:
@@ -121,8 +118,7 @@ def project(x: jax.Array, phi: jax.Array, eps: float) -> jax.Array:
 
     x [..., N, D], phi [N, D, R] -> [R, ...], float32 or wider.
     """
-    result: jax.Array = _run("project", x, phi, eps)
-    return result
+    return _single("project", x, phi, eps)
 
 
 def read(x: jax.Array, pre: jax.Array) -> jax.Array:
@@ -132,8 +128,7 @@ def read(x: jax.Array, pre: jax.Array) -> jax.Array:
       TypeError: x is not of floating point.
     """
     check_float("x", x)
-    result: jax.Array = _run("read", x, pre)
-    return result
+    return _single("read", x, pre)
 
 
 def sinkhorn(logits: jax.Array, iters: int, preset: str, eps: float) -> jax.Array:
@@ -142,8 +137,7 @@ def sinkhorn(logits: jax.Array, iters: int, preset: str, eps: float) -> jax.Arra
     Raises:
       ValueError: ``iters`` < 1, a negative ``eps`` or an unknown preset.
     """
-    result: jax.Array = _run("sinkhorn", logits, iters, preset, eps)
-    return result
+    return _single("sinkhorn", logits, iters, preset, eps)
 
 
 def write(x: jax.Array, y: jax.Array, post: jax.Array, res: jax.Array) -> jax.Array:
@@ -155,7 +149,18 @@ def write(x: jax.Array, y: jax.Array, post: jax.Array, res: jax.Array) -> jax.Ar
       TypeError: x is not of floating point.
     """
     check_float("x", x)
-    result: jax.Array = _run("write", x, y, post, res)
+    return _single("write", x, y, post, res)
+
+
+def _single(kernel: str, *arguments: Any) -> jax.Array:
+    """Run a kernel that returns one array. Raises TypeError as `_run`."""
+    result: jax.Array = _run(kernel, *arguments)
+    return result
+
+
+def _three(kernel: str, *arguments: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Run a kernel that returns three arrays. Raises TypeError as `_run`."""
+    result: tuple[jax.Array, jax.Array, jax.Array] = _run(kernel, *arguments)
     return result
 
 

@@ -9,7 +9,7 @@ class Form(NamedTuple):
     """Describes the reading weights pre [N, ...] by the first N columns of a projection raw [C, ...]."""
 
     each: bool
-    """Whether each stream is normalised by itself, column c by the norm of stream c mod N (hc), or all by one."""
+    """Says whether each stream is normalised by itself, column c by the norm of stream c mod N (hc), or all by one."""
     squash: str
     """``sigmoid``: pre = sigmoid(gain raw + bias) + offset. ``tanh``, ``none``: pre = gain f(raw) + bias + offset."""
     offset: float

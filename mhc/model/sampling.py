@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float, Int, Key
 
 GUIDES = ("output", "hidden", "lens")
-"""What the thresholds of guided sampling are compared with; see `Sampling`."""
+"""Names what the thresholds of guided sampling are compared with; see `Sampling`."""
 
 
 def _refuse(given: Draw, allowed: dict[str, tuple[bool, str]]) -> None:

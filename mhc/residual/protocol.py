@@ -115,9 +115,9 @@ class ResidualTopology(nnx.Module):
     period: int | None = None
     """Blocks after which ``hand_on`` is called, so that depth is a scan over groups of so many; None: one scan."""
     gains_rows: ClassVar[bool] = False
-    """Whether the arrays that are ``held`` only gain rows, and whatever reads a state gives the same, with the same
-    derivatives, if rows of later periods are there already. Then the backward pass can start again from the arrays as
-    they are after the last block, which are kept once."""
+    """Says whether the arrays that are ``held`` only gain rows, and whatever reads a state gives the same, with the
+    same derivatives, if rows of later periods are there already. Then the backward pass can start again from the arrays
+    as they are after the last block, which are kept once."""
     runner: ClassVar[type[Runner] | None] = None
     """The numpy form that an exported model carries; None: export refuses the kind by name."""
 

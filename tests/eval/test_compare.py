@@ -28,7 +28,6 @@ from mhc.errors import UserError
 from mhc.eval.common.palette import Style
 from mhc.eval.common.sheet import envelope
 from mhc.eval.common.words import number
-from mhc.eval.compare import checks
 from mhc.eval.compare import write as compare_module
 from mhc.eval.compare.__main__ import main
 from mhc.eval.compare.comparison import comparison_of
@@ -42,7 +41,6 @@ from mhc.eval.compare.topologies import topologies
 from mhc.eval.compare.write import compare
 from mhc.files import JsonlWriter, read_json, read_jsonl, write_json
 from mhc.full_disk import DiskFull
-from mhc.monitor.guard import COLLAPSING, MONITORS
 from tests.eval.synthetic_runs import GAINS, config, crossed, demo, grid, probe, rewound, spike, write_run
 from tests.small_runs import small_disk
 
@@ -567,24 +565,6 @@ def broken(name: str, content: str) -> Callable[[Path], list[str]]:
         return [str(root)]
 
     return make
-
-
-@pytest.mark.parametrize("name", ["seconds", "steps", "params", "exit_reason"])
-@pytest.mark.parametrize("value", [None, [], {}, True])
-def test_a_value_of_another_type_in_a_summary_is_named(name: str, value: Any, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=rf"summary\.json: {name}: given {re.escape(repr(value))}, allowed: "):
-        checks.check_summary({name: value}, tmp_path / "summary.json")
-
-
-@pytest.mark.parametrize("name", [*(key for key, _ in MONITORS.values()), *COLLAPSING.values()])
-def test_a_watched_measure_is_no_table(name: str, tmp_path: Path) -> None:
-    """Other measures may have values by name; the alarms compute with an array."""
-    file = tmp_path / "probes.jsonl"
-    checks.check_probes(
-        [{"step": 1, name: 1.0}, {"step": 2, name: [1.0, None]}, {"step": 3, "other": {"a": 1.0}}], file
-    )
-    with pytest.raises(UserError, match=rf"line 2: {name}: given \{{.*allowed: a number, or an array"):
-        checks.check_probes([{"step": 1}, {"step": 2, name: {}}], file)
 
 
 def exit_code(arguments: list[str]) -> int:

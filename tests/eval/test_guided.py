@@ -149,7 +149,7 @@ def test_thresholds_that_are_never_reached_give_the_plain_text(sampling: Samplin
 
 @pytest.mark.parametrize("side", ["above", pytest.param("below", marks=pytest.mark.long)])
 def test_what_lies_past_a_threshold_is_drawn_as_asked(side: str) -> None:
-    """Where every token is past it, the text is that of a sampler with these options."""
+    """The text is that of a sampler with these options, if every token is past the threshold."""
     asked = Draw(0.5, top_k=5, min_p=0.01)
     limit: dict[str, Any] = {"above": {"entropy_high": 0.0}, "below": {"entropy_low": 1.0}}[side]
     guided = generator(replace(PLAIN, guide="hidden", **limit | {side: asked})).complete(PROMPTS, NEW, seed=5)

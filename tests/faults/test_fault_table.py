@@ -283,7 +283,7 @@ def test_slow_step() -> None:
 
 @pytest.mark.long
 def test_out_of_memory() -> None:
-    """What a step needs beside its state falls with rematerialisation, and with smaller micro-batches."""
+    """A step needs less memory beside its state with rematerialisation, and with smaller micro-batches."""
 
     def scratch(remat: str = "none", accumulation: int = 1) -> int:
         made = trainer(small(model={"layers": 12, "remat": remat}, train={"accumulation": accumulation}))
@@ -297,7 +297,7 @@ def test_out_of_memory() -> None:
 
 
 def test_sure_and_wrong() -> None:
-    """Where a model is the surer the wronger it is, its entropy scores below chance, and another signal above."""
+    """The entropy of a model that is surer where it is wrong scores below chance, and another signal above."""
     rng = np.random.default_rng(0)
     kl = rng.gamma(0.4, 0.3, (50, 8))
     entropy = 1.0 - np.tanh(kl) + 0.1 * rng.normal(size=kl.shape)

@@ -31,7 +31,7 @@ def fields(folder: Path, update: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.long
 def test_a_run_that_goes_on_from_an_earlier_checkpoint_has_the_same_bits(tmp_path: Path) -> None:
-    """What came after its first checkpoint is taken from a finished run, as a kill would."""
+    """A finished run loses all that came after its first checkpoint, as by a kill, and goes on."""
     made = from_config_dict(fields(tmp_path, SCALES["update"]))
     assert run(made, tmp_path / "calm") == 0
     torn = Path(shutil.copytree(tmp_path / "calm", tmp_path / "torn"))

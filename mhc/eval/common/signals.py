@@ -13,8 +13,8 @@ from mhc.model.decoder import Decoder, SublayerView
 from mhc.model.sampling import activation_entropy, entropy_bits
 
 INSIDE = ("u", "end", "lens")
-"""What is kept of a token beside its hidden state, [B, D] each: the input of the last feed-forward, the collapsed
-stream behind the last block (the state before the last norm), and that behind the block of the logit lens."""
+"""Names the arrays that are kept of a token beside its hidden state, [B, D] each: the input of the last feed-forward,
+the collapsed stream behind the last block (the state before the last norm), and that behind the block of the lens."""
 
 
 def observe(view: SublayerView) -> dict[str, jax.Array]:

@@ -202,6 +202,14 @@ def band_of(measure: Measure, trace: Trace, traces: Sequence[Trace]) -> Band | N
     return band(measure, [each for each in every if each is not None])
 
 
+def exit_of(measure: Measure, trace: Trace, traces: Sequence[Trace]) -> tuple[bool, Exit | None]:
+    """Return (whether a band judges the arm at any step, when the arm leaves it; None: it does not)."""
+    judged_by, limits = series(measure, trace, traces), band_of(measure, trace, traces)
+    if judged_by is None or limits is None or not np.isin(judged_by.steps, limits.steps).any():
+        return False, None
+    return True, leaves(measure, judged_by, limits)
+
+
 def leaves(measure: Measure, judged_by: Series, limits: Band) -> Exit | None:
     """Return when a series leaves a band on the bad side and stays out for two checkpoints; None: it does not.
 
@@ -219,10 +227,9 @@ def leaves(measure: Measure, judged_by: Series, limits: Band) -> Exit | None:
 
 def outcome(measure: Measure, trace: Trace, traces: Sequence[Trace], detector: str) -> Outcome | None:
     """Return how a measure of an arm compares with its loss; None if no healthy arms define a band."""
-    judged_by, limits = series(measure, trace, traces), band_of(measure, trace, traces)
-    if judged_by is None or limits is None or not np.isin(judged_by.steps, limits.steps).any():
+    judged, left = exit_of(measure, trace, traces)
+    if not judged:
         return None
-    left = leaves(measure, judged_by, limits)
     loss = trace.loss[detector]
     if left is None:
         verdict = QUIET if loss is None else MISSED
@@ -237,8 +244,7 @@ def judging(measure: Measure, detector: str, traces: Sequence[Trace]) -> list[Tr
     """Return the traces with one more detector of the loss: the step at which a measure leaves its band."""
     out = []
     for trace in traces:
-        judged_by, limits = series(measure, trace, traces), band_of(measure, trace, traces)
-        left = None if judged_by is None or limits is None else leaves(measure, judged_by, limits)
+        _, left = exit_of(measure, trace, traces)
         out.append(dataclasses.replace(trace, loss={**trace.loss, detector: left.step if left else None}))
     return out
 
